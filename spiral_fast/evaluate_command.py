@@ -1,0 +1,46 @@
+"""`spiral-fast eval`: one evaluation of a model or of an adapter on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from spiral_fast.config import Config, ConfigError
+
+
+def evaluate_adapter(config: Config, adapter: Path | None, out: Path) -> dict[str, Any]:
+    """Evaluate `adapter` (None: `model.adapter`, else the bare model), print a table, return the numbers.
+
+    Writes them to `out` and the figures beside it, <out's stem>_<metric>.svg. Raises ConfigError when the folder or the
+    config cannot be used.
+    """
+    from spiral_fast.evaluate import evaluate
+    from spiral_fast.evaluate.plots import figures
+    from spiral_fast.evaluate.table import table
+    from spiral_fast.record.charts import svg
+    from spiral_fast.record.console import Console
+    from spiral_fast.record.files import write_json
+    from spiral_fast.rewards import make_grader
+    from spiral_fast.rollout.make_engine import make_engine
+    from spiral_fast.set_up import set_up
+
+    if adapter is not None:
+        if not adapter.is_dir():
+            raise ConfigError(f"--adapter: {str(adapter)!r} is not a folder")
+        config = config.model_copy(update={"model": config.model.model_copy(update={"adapter": str(adapter)})})
+    parts = set_up(config)
+    engine = make_engine(config, parts.loaded)
+    try:
+        with make_grader(config) as grader, Console() as console:
+            on_progress = console.progress("evaluate")
+            result = evaluate(config, engine, parts.prompts, grader, parts.problems.eval, step=0, progress=on_progress)
+    finally:
+        engine.close()
+    label = adapter.name if adapter else "model"
+    console.rich.print(table({label: result}))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_json(out, result)
+    for name, figure in figures({label: result}).items():
+        out.with_name(f"{out.stem}_{name}.svg").write_text(svg(figure))
+    console.line(f"written to {out}")
+    return result

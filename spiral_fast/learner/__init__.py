@@ -1,0 +1,1 @@
+"""The learner: model and adapter, packed forward, the optimiser step, checkpoints."""

@@ -1,0 +1,79 @@
+"""What a learner leaves: a PEFT adapter that plain peft loads, and the state that lets the run continue bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from peft import get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+
+from spiral_fast.learner import fsdp
+
+if TYPE_CHECKING:
+    from spiral_fast.learner.learner import Learner
+
+MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of one parameter
+
+
+def save(learner: Learner, folder: Path) -> None:
+    """Write adapter_config.json, adapter_model.safetensors, optimizer.safetensors and learner.json into `folder`,
+    replacing a folder of that name only once everything is written."""
+    model = learner.policy.model
+    aside = folder.with_name(f".{folder.name}.aside")
+    shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed here
+    aside.mkdir(parents=True)
+    try:
+        whole = {name: _plain(tensor) for name, tensor in learner.parameters.items()}
+        save_file(get_peft_model_state_dict(model, state_dict=whole), aside / "adapter_model.safetensors")
+        model.active_peft_config.save_pretrained(aside)
+        state = learner.optimiser.state
+        moments = {
+            f"{name}.{moment}": _plain(state[parameter][moment])
+            for name, parameter in learner.parameters.items()
+            if parameter in state
+            for moment in MOMENTS
+        }
+        save_file(moments, aside / "optimizer.safetensors")
+        counters = {"policy_version": learner.policy_version, "optimiser_steps": learner.optimiser_steps}
+        (aside / "learner.json").write_text(json.dumps(counters) + "\n")
+        if folder.exists():
+            shutil.rmtree(folder)
+        aside.rename(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@torch.no_grad()
+def restore(learner: Learner, folder: Path) -> None:
+    """Copy adapter, moments and counters of `save` into a learner of the same shape. Raises KeyError naming a tensor
+    that is missing."""
+    whole = {name: _plain(tensor) for name, tensor in learner.parameters.items()}
+    file_key = {
+        key: name
+        for name in whole
+        for key in get_peft_model_state_dict(learner.policy.model, state_dict={name: whole[name]})
+    }
+    weights = load_file(folder / "adapter_model.safetensors")
+    for key, name in file_key.items():
+        fsdp.local(learner.parameters[name]).copy_(weights[key])
+    moments = load_file(folder / "optimizer.safetensors")
+    learner.optimiser.state.clear()
+    for name, parameter in learner.parameters.items():
+        if f"{name}.step" not in moments:
+            continue
+        state = learner.optimiser.state[parameter]
+        state["step"] = moments[f"{name}.step"].to(parameter.device)
+        for moment in MOMENTS[1:]:
+            state[moment] = torch.zeros_like(parameter)
+            fsdp.local(state[moment]).copy_(moments[f"{name}.{moment}"])
+    counters = json.loads((folder / "learner.json").read_text())
+    learner.policy_version = counters["policy_version"]
+    learner.optimiser_steps = counters["optimiser_steps"]
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return fsdp.local(tensor.detach()).cpu().contiguous()

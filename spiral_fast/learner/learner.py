@@ -1,0 +1,253 @@
+"""The learner: importance-sampling policy gradient of one LoRA adapter over a batch of credited traces."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from spiral_fast.config import Config
+from spiral_fast.learner import checkpoint, fsdp
+from spiral_fast.learner.model import LoadedModel
+from spiral_fast.learner.packed import Packed, pack
+from spiral_fast.learner.policy import Policy
+from spiral_fast.learner.rows import Row, check_rows, micro_batches
+from spiral_fast.trace import SEARCH
+
+__all__ = ["Learner", "Row", "StepStats"]
+
+
+@dataclass
+class StepStats:
+    """What one step did. Log-prob statistics are over the sampled tokens of the live rows, before the update."""
+
+    policy_version: int  # after the step
+    skipped_reason: str | None = None  # why the optimiser was not called; None: it was
+    loss: float = 0.0
+    learning_rate: float = 0.0
+    rows: int = 0
+    live_rows: int = 0
+    micro_batches: int = 0
+    tokens_logical: int = 0  # prompt and sampled tokens of all rows
+    tokens_computed: int = 0  # tokens run forward and backward
+    tokens_trained: int = 0  # sampled tokens of the live rows
+    gradient_norm: float = 0.0  # before clipping
+    clipped: bool = False
+    clip_factor: float = 1.0  # the gradient was multiplied by it
+    search_gradient_norm: float = 0.0
+    aggregation_gradient_norm: float = 0.0
+    gradient_cosine: float | None = None  # between the two terms; None where one is zero
+    logp_gap_mean: float = 0.0  # mean |learner - engine log-prob|
+    logp_gap_max: float = 0.0
+    kl: float = 0.0  # KL(engine policy || learner policy), mean of r - 1 - log r over tokens sampled from the engine
+    ratio_max: float = 1.0  # largest exp(learner - engine log-prob)
+    entropy: dict[int, float] = field(default_factory=dict)  # level -> mean entropy of the next-token law, nats
+
+
+class Learner:
+    """AdamW on the adapter of `loaded.model`; nothing else is trained.
+
+    loss = sum over rows and their tokens t of weight * (-exp(lp_t - rollout_logp_t) * credit), lp_t at the sampling
+    temperature (paper, Algorithm 1, with token-level importance weights). Weights are of the whole batch, so the step
+    does not depend on how it is cut into micro-batches.
+    """
+
+    def __init__(self, config: Config, loaded: LoadedModel):
+        self.config = config.learner
+        self.temperature = config.rollout.temperature
+        self.max_context = loaded.max_context
+        self.policy_version = 0
+        self.optimiser_steps = 0  # of `step`; the warm-up counts them
+        self.policy = Policy(loaded.model)
+        self.device = loaded.model.device
+        if self.config.checkpointing:
+            self.policy.checkpoint_layers()
+        if self.config.fsdp:
+            fsdp.shard(self.policy, self.device)
+        self.parameters = {name: p for name, p in loaded.model.named_parameters() if p.requires_grad}
+        self.optimiser = self._adamw()
+        self._supervised_optimiser: torch.optim.AdamW | None = None
+
+    def step(self, rows: Sequence[Row]) -> StepStats:
+        """One update from the live rows. Skipped, with the reason, if none is live or a number is not finite."""
+        stats = StepStats(policy_version=self.policy_version, rows=len(rows), learning_rate=self._learning_rate())
+        stats.tokens_logical = sum(len(row.prompt) + len(row.tokens) for row in rows)
+        live = [row for row in rows if row.credit != 0.0]
+        check_rows(live, self.max_context, ratio=True)
+        if not live:
+            stats.skipped_reason = "no live row"
+            return stats
+        self.optimiser.zero_grad()
+        search = [row for row in live if row.level == SEARCH]
+        aggregation = [row for row in live if row.level != SEARCH]
+        record = _Record()
+        self._backward(search, record)
+        search_gradient = self._gradient() if search and aggregation else None
+        self._backward(aggregation, record)
+        gradient = self._gradient()
+        record.into(stats)
+        stats.live_rows = len(live)
+        stats.gradient_norm = _norm(gradient)
+        _gradient_terms(search_gradient, gradient, stats, all_search=bool(search))
+        for name, value in (("loss", stats.loss), ("gradient norm", stats.gradient_norm)):
+            if not math.isfinite(value):
+                stats.skipped_reason = f"{name} is {value}"
+                self.optimiser.zero_grad()
+                return stats
+        limit = self.config.clip_norm
+        if limit is not None and stats.gradient_norm > limit:
+            stats.clipped, stats.clip_factor = True, limit / stats.gradient_norm
+            for parameter in self.parameters.values():
+                parameter.grad.mul_(stats.clip_factor)
+        self._update(self.optimiser, stats.learning_rate)
+        self.optimiser_steps += 1
+        stats.policy_version = self.policy_version
+        return stats
+
+    @torch.no_grad()
+    def log_probs(self, rows: Sequence[Row]) -> list[np.ndarray]:
+        """(len(tokens),) log-probs of each row's sampled tokens at the sampling temperature, dead rows included."""
+        check_rows(rows, self.max_context, ratio=False)
+        out: list[np.ndarray] = [np.empty(0)] * len(rows)
+        for part in micro_batches(rows, self.config.micro_batch_tokens):
+            packed = self._pack([rows[i] for i in part])
+            logp = self.policy(packed, self.temperature).logp
+            for index, values in zip(part, logp.split(packed.counts), strict=True):
+                out[index] = values.cpu().numpy()
+        return out
+
+    def supervised_step(self, rows: Sequence[Row], learning_rate: float) -> float:
+        """One AdamW step (with moments of its own) on the cross-entropy at temperature 1, the mean over the batch's
+        sampled tokens. Returns that mean before the update, in nats. Credits and weights are not read."""
+        check_rows(rows, self.max_context, ratio=False)
+        if self._supervised_optimiser is None:
+            self._supervised_optimiser = self._adamw()
+        self._supervised_optimiser.zero_grad()
+        n_tokens = sum(len(row.tokens) for row in rows)
+        total = 0.0
+        for part in micro_batches(rows, self.config.micro_batch_tokens):
+            loss = -self.policy(self._pack([rows[i] for i in part]), 1.0).logp.sum() / n_tokens
+            loss.backward()
+            total += loss.item()
+        if not math.isfinite(total):
+            raise FloatingPointError(f"supervised step: the cross-entropy is {total}; lower warm_start.learning_rate")
+        self._update(self._supervised_optimiser, learning_rate)
+        return total
+
+    def rollout_weights(self) -> AbstractContextManager[None]:
+        """Within it the engine may run the model: whole plain weights also under FSDP; a no-op without."""
+        return fsdp.unsharded(self.policy)
+
+    def save(self, folder: str | Path) -> None:
+        """PEFT adapter, optimiser moments and counters as one folder; written aside, then renamed over `folder`."""
+        checkpoint.save(self, Path(folder))
+
+    def restore(self, folder: str | Path) -> None:
+        """Continue from what `save` wrote: the same steps give the same bits as without the break."""
+        checkpoint.restore(self, Path(folder))
+
+    def _backward(self, rows: list[Row], record: _Record) -> None:
+        """Add the gradient of these rows' loss to the adapter's."""
+        for part in micro_batches(rows, self.config.micro_batch_tokens):
+            batch = [rows[i] for i in part]
+            packed = self._pack(batch)
+            out = self.policy(packed, self.temperature, return_entropy=True)
+            factors = _per_token([row.weight * row.credit for row in batch], packed, out.logp)
+            rollout_logp = torch.from_numpy(np.concatenate([row.rollout_logp for row in batch])).to(out.logp)
+            log_ratio = out.logp - rollout_logp
+            loss = -(log_ratio.exp() * factors).sum()
+            loss.backward()
+            levels = _per_token([row.level for row in batch], packed, packed.targets)
+            record.add(packed, loss.detach(), log_ratio.detach(), out.entropy.detach(), levels)
+
+    def _pack(self, rows: Sequence[Row]) -> Packed:
+        return pack([(row.prompt, row.tokens) for row in rows], self.device)
+
+    def _gradient(self) -> torch.Tensor:
+        """The adapter's gradient as one flat vector (a copy); a parameter without one counts as zero."""
+        gradients = (torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters.values())
+        return torch.cat([fsdp.local(gradient.detach()).flatten() for gradient in gradients])
+
+    def _learning_rate(self) -> float:
+        """Linear warm-up over `warmup_steps` optimiser steps, then constant."""
+        warmup = self.config.warmup_steps
+        return self.config.learning_rate * min(1.0, (self.optimiser_steps + 1) / warmup if warmup else 1.0)
+
+    def _adamw(self) -> torch.optim.AdamW:
+        settings = self.config
+        return torch.optim.AdamW(
+            self.parameters.values(),
+            lr=settings.learning_rate,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+
+    def _update(self, optimiser: torch.optim.AdamW, learning_rate: float) -> None:
+        for group in optimiser.param_groups:
+            group["lr"] = learning_rate
+        optimiser.step()
+        optimiser.zero_grad()
+        self.policy_version += 1
+
+
+def _per_token(values: Sequence[float], packed: Packed, like: torch.Tensor) -> torch.Tensor:
+    """One value per row -> (R,) one per sampled token, in the dtype and on the device of `like`."""
+    return torch.tensor(values, dtype=like.dtype).repeat_interleave(torch.tensor(packed.counts)).to(like.device)
+
+
+class _Record:
+    """Collects a step's per-token numbers, cut off from the graph, and reduces them once."""
+
+    def __init__(self):
+        self.tokens_computed = 0
+        self.losses: list[torch.Tensor] = []  # scalars, one per micro-batch
+        self.log_ratios: list[torch.Tensor] = []  # (R,) each
+        self.entropies: list[torch.Tensor] = []  # (R,) each
+        self.levels: list[torch.Tensor] = []  # (R,) each
+
+    def add(self, packed, loss, log_ratio, entropy, levels) -> None:
+        self.tokens_computed += packed.tokens.numel()
+        self.losses.append(loss)
+        self.log_ratios.append(log_ratio)
+        self.entropies.append(entropy)
+        self.levels.append(levels)
+
+    def into(self, stats: StepStats) -> None:
+        log_ratio, entropy, levels = (torch.cat(x) for x in (self.log_ratios, self.entropies, self.levels))
+        stats.loss = torch.stack(self.losses).double().sum().item()
+        stats.micro_batches = len(self.losses)
+        stats.tokens_computed = self.tokens_computed
+        stats.tokens_trained = log_ratio.numel()
+        gap = log_ratio.double()
+        stats.logp_gap_mean = gap.abs().mean().item()
+        stats.logp_gap_max = gap.abs().max().item()
+        stats.kl = (gap.exp() - 1 - gap).mean().item()
+        stats.ratio_max = gap.max().exp().item()
+        stats.entropy = {int(level): entropy[levels == level].double().mean().item() for level in levels.unique()}
+
+
+def _gradient_terms(search: torch.Tensor | None, total: torch.Tensor, stats: StepStats, *, all_search: bool) -> None:
+    """Norms and cosine of the search and the aggregation term; `search` is None where one term is absent."""
+    if search is None:
+        if all_search:
+            stats.search_gradient_norm = stats.gradient_norm
+        else:
+            stats.aggregation_gradient_norm = stats.gradient_norm
+        return
+    aggregation = total - search
+    stats.search_gradient_norm = _norm(search)
+    stats.aggregation_gradient_norm = _norm(aggregation)
+    product = stats.search_gradient_norm * stats.aggregation_gradient_norm
+    if product > 0:
+        stats.gradient_cosine = torch.dot(search, aggregation).item() / product
+
+
+def _norm(vector: torch.Tensor) -> float:
+    return torch.linalg.vector_norm(vector, dtype=torch.float64).item()

@@ -1,0 +1,107 @@
+"""The figures of a run's metrics as inline SVG. No display, no global matplotlib state."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import isnan
+
+import matplotlib
+from matplotlib.figure import Figure
+
+from spiral_fast.record.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class Chart:
+    title: str
+    unit: str
+    series: dict[str, str]  # metric key -> label
+    log: bool = False
+
+
+def _levels(prefix: str) -> dict[str, str]:
+    return {prefix + level: level for level in ("search", "aggregation")}
+
+
+CHARTS = (
+    Chart("Reward by level", "mean reward of the traces drawn", _levels("reward/")),
+    Chart(
+        "Problems per step",
+        "problems",
+        {"problems/live": "live", "problems/dead": "dead", "problems/discarded": "discarded"},
+    ),
+    Chart("Live traces", "share with credit after the gate", _levels("credit/live_share_")),
+    Chart("Gated traces", "share whose positive credit was gated", _levels("credit/gated_share_")),
+    Chart("Size of credit", "mean |credit|", _levels("credit/abs_mean_")),
+    Chart("Entropy by level", "nats per token", _levels("entropy/")),
+    Chart("Length by level", "tokens, mean", _levels("length/")),
+    Chart("Cut at the length limit", "share of traces", _levels("length/cut_share_")),
+    Chart(
+        "Gradient norm",
+        "L2 norm before clipping",
+        {"grad/norm": "both terms", "grad/norm_search": "search", "grad/norm_aggregation": "aggregation"},
+        log=True,
+    ),
+    Chart("Cosine of the search and the aggregation gradient", "cosine", {"grad/cosine": "cosine"}),
+    Chart(
+        "Learner against engine: log-probs of the sampled tokens",
+        "nats",
+        {"logp_gap/mean": "mean |difference|", "logp_gap/max": "largest |difference|", "logp_gap/kl": "KL"},
+        log=True,
+    ),
+    Chart(
+        "Prompt tokens of the engine",
+        "tokens per step",
+        {"tokens/prompt": "logical", "tokens/computed": "computed", "tokens/cached": "from the cache"},
+    ),
+    Chart(
+        "Tokens of the learner",
+        "tokens per step",
+        {
+            "tokens/learner_logical": "logical",
+            "tokens/learner_computed": "computed",
+            "tokens/learner_trained": "sampled, with credit",
+        },
+    ),
+    Chart(
+        "Time by phase",
+        "seconds per step",
+        {"time/step": "step", "time/rollout": "rollout", "time/reward": "reward", "time/learn": "learn"},
+    ),
+    Chart("Memory", "MB, peak of the process", {"memory/peak_rss_mb": "resident"}),
+)
+
+
+def charts(run: RunFolder) -> Iterator[tuple[str, str]]:
+    """(title, SVG) of every chart of which the run measured something."""
+    steps = [row["step"] for row in run.metrics]
+    for chart in CHARTS:
+        measured = {label: run.series(key) for key, label in chart.series.items()}
+        measured = {label: values for label, values in measured.items() if not all(map(isnan, values))}
+        if measured:
+            yield chart.title, svg(_figure(chart, steps, measured))
+
+
+def svg(figure: Figure) -> str:
+    """The figure as an <svg> element; its text stays text."""
+    file = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    text = file.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _figure(chart: Chart, steps: list[int], measured: dict[str, list[float]]) -> Figure:
+    figure = Figure(figsize=(6, 3.4), layout="constrained")
+    axes = figure.subplots()
+    for label, values in measured.items():
+        axes.plot(steps, values, marker="o" if len(steps) < 20 else "", markersize=3, linewidth=1.2, label=label)
+    axes.set(title=chart.title, xlabel="step", ylabel=chart.unit)
+    if chart.log and any(value > 0 for values in measured.values() for value in values):
+        axes.set_yscale("log")
+    axes.grid(alpha=0.3)
+    if len(measured) > 1:
+        axes.legend(frameon=False)
+    return figure

@@ -1,0 +1,71 @@
+"""The run's folder, filled while it runs. Killing the process at any instant loses at most the current step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from spiral_fast.config import Config
+from spiral_fast.record.console import Console, evaluation_line, step_line
+from spiral_fast.record.environment import environment
+from spiral_fast.record.files import finite, refuse_other_run, write_json, written_aside
+from spiral_fast.record.trace_store import write_traces
+from spiral_fast.trace import ProblemRollout
+
+
+class Recorder:
+    """Writes config.yaml, environment.json, metrics.jsonl, traces/ and eval_<label>.json, and speaks to the console.
+
+    A context manager. Raises ConfigError when `run_dir` already holds a run.
+    """
+
+    def __init__(self, run_dir: str | Path, config: Config, console: Console | None = None):
+        self.run_dir = Path(run_dir)
+        self.config = config
+        self.console = console or Console()
+        refuse_other_run(self.run_dir)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        with written_aside(self.run_dir / "config.yaml") as aside:
+            aside.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        write_json(self.run_dir / "environment.json", environment())
+        self._metrics = (self.run_dir / "metrics.jsonl").open("a")
+
+    def __enter__(self) -> Recorder:
+        self.console.__enter__()
+        self.console.line(f"run {self.run_dir}")
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def metrics(self, step: int, metrics: dict[str, Any]) -> None:
+        """One JSON line, flushed. Keys: docs/metrics.md; seconds stand under time/."""
+        self._metrics.write(json.dumps({"step": step} | finite(metrics)) + "\n")
+        self._metrics.flush()
+        self.console.line(step_line(step, self.config.learner.steps, metrics))
+        limit = self.config.record.logp_gap_warning
+        if metrics.get("logp_gap/mean", 0.0) > limit:
+            self.console.line(
+                f"  warning: learner and engine log-probs differ by {metrics['logp_gap/mean']:.3g} on average "
+                f"(record.logp_gap_warning {limit}): the engine may hold other weights than the learner"
+            )
+
+    def traces(self, step: int, rollouts: Iterable[ProblemRollout]) -> None:
+        if self.config.record.traces:
+            write_traces(self.run_dir / "traces", step, rollouts)
+
+    def evaluation(self, label: str, result: dict[str, Any]) -> None:
+        write_json(self.run_dir / f"eval_{label}.json", result)
+        self.console.line(evaluation_line(label, result))
+
+    def progress(self, phase: str) -> Callable[[int, int], None]:
+        """A callback (done, total) that draws the phase's bar."""
+        return self.console.progress(phase)
+
+    def close(self) -> None:
+        self._metrics.close()
+        self.console.__exit__()

@@ -1,0 +1,161 @@
+"""report.html: one run on one page that needs no network. Everything shown is escaped: model output is untrusted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+from math import fsum, isnan
+from pathlib import Path
+
+import yaml
+
+from spiral_fast.evaluate.plots import figures
+from spiral_fast.record.charts import charts, svg
+from spiral_fast.record.files import written_aside
+from spiral_fast.record.headline import headline
+from spiral_fast.record.run_folder import RunFolder, read_run
+from spiral_fast.record.trace_samples import SampleTrace, sample_traces
+
+SHOWN_CHARACTERS = 4000  # of a sample trace
+
+STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; color: #222; max-width: 1280px; margin: 2em auto; padding: 0 1em; }
+table { border-collapse: collapse; margin: .6em 0; }
+td, th { padding: .2em .8em; border-bottom: 1px solid #ddd; text-align: left; font-variant-numeric: tabular-nums; }
+.charts { display: flex; flex-wrap: wrap; gap: 1em; } .charts svg { width: 600px; max-width: 100%; height: auto; }
+.note { background: #fff3cd; padding: .6em 1em; border-left: 4px solid #d39e00; }
+pre { background: #f6f6f6; padding: .7em; overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; }
+"""
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Write run_dir/report.html from whatever the run has left so far, and return its path.
+
+    Raises ConfigError where there is no run.
+    """
+    run = read_run(run_dir)
+    title = f"spiral-fast: {run.path.name}"
+    body = "\n".join(
+        [
+            f"<h1>{escape(title)}</h1>",
+            _status(run),
+            _evaluations(run),
+            _totals(run),
+            "<h2>Training</h2>",
+            _gallery(picture for _, picture in charts(run)) or "<p>No step was recorded.</p>",
+            _traces(run),
+            "<h2>Config and environment</h2>",
+            _folded("config.yaml", run.config),
+            _folded("environment.json", run.environment),
+        ]
+    )
+    page = (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
+    )
+    path = run.path / "report.html"
+    with written_aside(path) as aside:
+        aside.write_text(page, encoding="utf-8")
+    return path
+
+
+def _status(run: RunFolder) -> str:
+    model, problems = run.config["model"]["path"], run.config["problems"]["source"]
+    line = f"<p>{escape(run.config['credit']['algorithm'])} on {escape(problems)} with {escape(model)}, seed "
+    line += f"{run.config['seed']}, {run.steps_done} steps.</p>"
+    if run.incomplete:
+        line += f'<p class="note">This run is incomplete: {escape(run.incomplete)}.</p>'
+    skipped = [row for row in run.metrics if row.get("skipped")]
+    if skipped:
+        reasons = sorted({row["skipped"] for row in skipped})
+        line += f'<p class="note">{len(skipped)} steps made no update: {escape("; ".join(reasons))}.</p>'
+    limit = run.config["record"]["logp_gap_warning"]
+    wide = [row["step"] for row in run.metrics if (row.get("logp_gap/mean") or 0) > limit]
+    if wide:
+        line += (
+            f'<p class="note">In {len(wide)} steps (first: {wide[0]}) learner and engine log-probs differed by more '
+            f"than record.logp_gap_warning {limit} on average.</p>"
+        )
+    return line
+
+
+def _evaluations(run: RunFolder) -> str:
+    if not run.evaluations:
+        return ""
+    columns = {label: headline(result) for label, result in run.evaluations.items()}
+    shown = [label for label in ("before", "after") if label in columns] or list(columns)
+    compare = shown == ["before", "after"]
+    rows = []
+    for name in dict.fromkeys(name for label in shown for name in columns[label]):
+        values = [columns[label].get(name) for label in shown]
+        cells = ["" if value is None else f"{value:.3f}" for value in values]
+        if compare:
+            cells.append("" if None in values else f"{values[1] - values[0]:+.3f}")
+        rows.append([name, *cells])
+    table = _table(["share of problems", *shown, *(["change"] if compare else [])], rows)
+    pictures = _gallery(svg(figure) for figure in figures(run.evaluations).values())
+    problems = next(iter(run.evaluations.values())).get("problems", "?")
+    return f"<h2>Evaluation</h2>\n<p>{problems} problems.</p>\n{table}\n{pictures}"
+
+
+def _totals(run: RunFolder) -> str:
+    """Sums over the steps."""
+    total = {}
+    for key in sorted({key for row in run.metrics for key in row if key.startswith(("tokens/", "time/", "problems/"))}):
+        total[key] = fsum(value for value in run.series(key) if not isnan(value))
+    if not total:
+        return ""
+    rows = [[key, f"{value:,.1f} s" if key.startswith("time/") else f"{value:,.0f}"] for key, value in total.items()]
+    for name, logical, computed in (
+        ("prompt tokens not computed", "tokens/prompt", "tokens/computed"),
+        ("learner tokens not computed", "tokens/learner_logical", "tokens/learner_computed"),
+    ):
+        if total.get(logical):
+            rows.append([name, f"{1 - total.get(computed, 0) / total[logical]:.1%}"])
+    return f"<h2>Totals over the steps</h2>\n{_table(['', 'sum'], rows)}"
+
+
+def _traces(run: RunFolder) -> str:
+    samples = sample_traces(run.path)
+    if samples is None:
+        return ""
+    shown = [
+        f"<h2>Sample traces</h2>\n<p>Step {samples.step}, problem {escape(samples.problem)}. Reference answer: "
+        f"{escape(samples.answer)}</p>",
+        _pre(samples.question),
+        *map(_trace, samples.traces),
+    ]
+    return "\n".join(shown)
+
+
+def _trace(trace: SampleTrace) -> str:
+    facts = [
+        trace.name,
+        "not graded" if trace.verdict is None else f"{trace.verdict}, reward {trace.reward:g}",
+        f"credit {trace.credit:+.4f}{' (gated)' if trace.gated else ''}",
+        f"{trace.length} tokens, {trace.finish_reason}",
+    ]
+    text = trace.text[:SHOWN_CHARACTERS]
+    if len(trace.text) > SHOWN_CHARACTERS:
+        text += f"\n[{len(trace.text) - SHOWN_CHARACTERS} more characters in the trace store]"
+    return f"<p>{escape(' | '.join(facts))}</p>{_pre(text)}"
+
+
+def _folded(name: str, content: dict) -> str:
+    return f"<details><summary>{escape(name)}</summary>{_pre(yaml.safe_dump(content, sort_keys=False))}</details>"
+
+
+def _pre(text: str) -> str:
+    return f"<pre>{escape(text)}</pre>"
+
+
+def _gallery(pictures: Iterable[str]) -> str:
+    pictures = list(pictures)
+    return f'<div class="charts">{"".join(pictures)}</div>' if pictures else ""
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    cells = ["".join(f"<th>{escape(cell)}</th>" for cell in head)]
+    cells += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    return "<table>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table>"

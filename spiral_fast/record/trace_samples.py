@@ -1,0 +1,58 @@
+"""A few traces of one problem for a reader: the last recorded step's first live problem."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from spiral_fast.record.trace_store import read_traces
+
+
+@dataclass(frozen=True)
+class SampleTrace:
+    name: str
+    verdict: str | None
+    reward: float | None
+    credit: float
+    gated: bool
+    length: int
+    finish_reason: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Samples:
+    step: int
+    problem: str
+    question: str
+    answer: str
+    traces: list[SampleTrace]
+
+
+def sample_traces(run_dir: Path) -> Samples | None:
+    """The first set of that problem: its members, then its aggregations (without sets: the first traces)."""
+    files = sorted((run_dir / "traces").glob("step_*.parquet"))
+    if not files:
+        return None
+    step = int(files[-1].stem.removeprefix("step_"))
+    rows = read_traces(run_dir, step).drop_columns(["tokens", "logp", "prompt"]).to_pylist()
+    if not rows:
+        return None
+    live = [row["draw"] for row in rows if row["credit"] != 0]
+    draw = min(live, default=rows[0]["draw"])
+    rows = [row for row in rows if row["draw"] == draw]
+    aggregations = [row for row in rows if row["set"] == 0]
+    members = aggregations[0]["members"] if aggregations else range(4)
+    search = {row["index"]: row for row in rows if row["level"] == 0}
+    shown = [search[i] for i in members if i in search] + aggregations[:4]
+    return Samples(step, rows[0]["problem"], rows[0]["question"], rows[0]["answer"], [_sample(row) for row in shown])
+
+
+def _sample(row: dict) -> SampleTrace:
+    if row["level"] == 0:
+        name = f"search trace {row['index']}"
+    else:
+        quoted = ", ".join(map(str, row["members"]))
+        name = f"aggregation {row['index']} of set {row['set']} (search traces {quoted})"
+    kept = ("verdict", "reward", "credit", "gated", "length", "finish_reason", "text")
+    return SampleTrace(name, *(row[key] for key in kept))

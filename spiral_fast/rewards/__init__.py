@@ -1,0 +1,5 @@
+"""Rewards of completions: `make_grader(config)` gives the grader of a run's task."""
+
+from spiral_fast.rewards.grader import Grader, TooManyUngradable, Verdict, check_ungradable, make_grader
+
+__all__ = ["Grader", "TooManyUngradable", "Verdict", "check_ungradable", "make_grader"]

@@ -1,0 +1,75 @@
+"""What a grader is, which one a run uses, and when too many answers could not be graded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from spiral_fast.config import Config, ConfigError
+from spiral_fast.trace import Problem
+
+CORRECT, WRONG, COULD_NOT_GRADE = "correct", "wrong", "could_not_grade"
+Item = tuple[Problem, str, str]  # problem, text of the completion, its finish reason
+
+
+class Verdict(NamedTuple):
+    reward: float  # 1.0 for "correct", else 0.0
+    verdict: str  # "correct" | "wrong" | "could_not_grade": wrong is the model's fault, could_not_grade is ours
+    answer: str | None  # the extracted answer; None when the completion holds none (which is "wrong")
+    reason: str = ""  # why it could not be graded
+
+
+class Grader(Protocol):
+    """A context manager, usable from any thread; leaving it ends every process it started."""
+
+    def __enter__(self) -> Grader: ...
+
+    def __exit__(self, *_) -> None: ...
+
+    def grade(self, items: Sequence[Item]) -> list[Verdict]:
+        """One verdict per item, in the items' order. Only the completion is graded, never the prompt."""
+
+    def answer(self, text: str) -> str | None:
+        """The extracted answer, for majority voting."""
+
+
+def make_grader(config: Config) -> Grader:
+    """The grader `reward.kind` names; auto: parts has its own checker, chain_sum is exact, jsonl is math.
+
+    Raises ConfigError when the kind does not fit the task or its packages are missing.
+    """
+    source, kind = config.problems.source, config.reward.kind
+    if kind == "auto":
+        kind = {"jsonl": "math"}.get(source, "exact")
+    if kind == "math":
+        if source == "parts":
+            raise ConfigError("reward.kind: 'math' cannot grade the task parts, which has no boxed answers; use auto")
+        from spiral_fast.rewards.math import MathGrader
+
+        return MathGrader(config.reward)
+    from spiral_fast.rewards.exact import ExactGrader, PartsGrader
+
+    return PartsGrader() if source == "parts" else ExactGrader()
+
+
+class TooManyUngradable(RuntimeError):
+    """More answers than `reward.max_ungradable` could not be graded; rewards can no longer be trusted."""
+
+
+def check_ungradable(items: Sequence[Item], verdicts: Sequence[Verdict], config: Config) -> None:
+    """Raise TooManyUngradable, naming the problems, when too large a share of a step's answers could not be graded."""
+    failed = [
+        (item[0].id, verdict.reason)
+        for item, verdict in zip(items, verdicts, strict=True)
+        if verdict.verdict == COULD_NOT_GRADE
+    ]
+    if not failed or len(failed) / len(items) <= config.reward.max_ungradable:
+        return
+    reasons = dict(reversed(failed))  # the first reason of each problem
+    named = "; ".join(f"{problem!r} ({reasons[problem]})" for problem in list(dict.fromkeys(p for p, _ in failed))[:5])
+    more = f" and {len(reasons) - 5} more" if len(reasons) > 5 else ""
+    raise TooManyUngradable(
+        f"{len(failed)} of {len(items)} answers could not be graded, above reward.max_ungradable "
+        f"{config.reward.max_ungradable}: problems {named}{more}; mend their reference answers, or raise "
+        "reward.timeout_s, reward.memory_mb or reward.max_ungradable"
+    )

@@ -1,0 +1,129 @@
+"""Mathematical answers by math-verify, each in a process that is killed from outside when its time is over.
+
+math-verify's own time-outs are signals, which only work in the main thread and not inside one long C call; here they
+are off. The rule: the last box of the completion (boxed.py) is compared with the reference answer; no box is wrong. The
+finish reason plays no part.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import queue
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from spiral_fast.config import ConfigError, RewardConfig
+from spiral_fast.rewards.boxed import last_box, same_spacing
+from spiral_fast.rewards.grader import CORRECT, COULD_NOT_GRADE, WRONG, Item, Verdict
+
+START_S = 120.0  # seconds a worker may take to import math-verify, on a busy machine
+
+
+class _Worker:
+    """One warm math-verify process."""
+
+    def __init__(self, config: RewardConfig):
+        self.config = config
+        self.start()
+
+    def start(self) -> None:
+        file = Path(__file__).with_name("worker.py")
+        # -P: this folder's math.py must not stand for Python's. A session of its own: Ctrl-C is for the trainer.
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", str(file), str(self.config.memory_mb), str(self.config.timeout_s)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        if self._reply(START_S) != "ready":
+            self.stop()
+            raise RuntimeError(
+                f"a grading process did not start: run `{sys.executable} -c 'import math_verify'` to see why"
+            )
+
+    def _reply(self, seconds: float) -> str | None:
+        """The next line; "" when the process died; None when it kept silent."""
+        if not wait([self.process.stdout], seconds):
+            return None
+        return self.process.stdout.readline().rstrip("\n")
+
+    def ask(self, reference: str, answer: str) -> tuple[str, str]:
+        """(verdict, reason). A process that fails in any way is replaced before this returns."""
+        for _ in range(2):  # a process that is gone may not be this answer's fault; a second one is
+            try:
+                self.process.stdin.write(json.dumps([reference, answer]) + "\n")
+                self.process.stdin.flush()
+                reply = self._reply(self.config.timeout_s)
+            except BrokenPipeError:
+                reply = ""
+            if reply:
+                return tuple(json.loads(reply))
+            self.restart()
+            if reply is None:
+                return COULD_NOT_GRADE, f"no verdict on {answer[:80]!r} within {self.config.timeout_s} s"
+        return COULD_NOT_GRADE, f"the grading process died on {answer[:80]!r}"
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+        try:
+            self.process.stdin.close()
+        except BrokenPipeError:
+            pass
+
+
+class MathGrader:
+    """Starts `reward.workers` processes on entry and ends them on exit. Raises ConfigError without math-verify."""
+
+    def __init__(self, config: RewardConfig):
+        if importlib.util.find_spec("math_verify") is None:
+            raise ConfigError("reward.kind: 'math' needs math-verify: pip install 'spiral-fast[train]'")
+        self.config = config
+        self._workers: list[_Worker] = []
+        self._free: queue.Queue[_Worker] = queue.Queue()
+
+    def __enter__(self) -> MathGrader:
+        with ThreadPoolExecutor(self.config.workers) as threads:
+            self._workers = list(threads.map(_Worker, [self.config] * self.config.workers))
+        for worker in self._workers:
+            self._free.put(worker)
+        return self
+
+    def __exit__(self, *_) -> None:
+        for worker in self._workers:
+            worker.stop()
+        self._workers = []
+        self._free = queue.Queue()
+
+    def grade(self, items: Sequence[Item]) -> list[Verdict]:
+        if not self._workers:
+            raise RuntimeError("the math grader is closed: use it inside `with make_grader(config) as grader`")
+        pairs = [(problem.answer, self.answer(text)) for problem, text, _ in items]
+        distinct = list(dict.fromkeys(pair for pair in pairs if pair[1] is not None))
+        with ThreadPoolExecutor(self.config.workers) as threads:
+            graded = dict(zip(distinct, threads.map(self._grade, distinct), strict=True))
+        return [Verdict(0.0, WRONG, None) if pair[1] is None else graded[pair] for pair in pairs]
+
+    def _grade(self, pair: tuple[str, str]) -> Verdict:
+        worker = self._free.get()
+        try:
+            verdict, reason = worker.ask(*pair)
+        finally:
+            self._free.put(worker)
+        return Verdict(float(verdict == CORRECT), verdict, pair[1], reason)
+
+    def answer(self, text: str) -> str | None:
+        box = last_box(text)
+        return None if box is None else same_spacing(box)

@@ -1,0 +1,51 @@
+"""Refuse at start what could overflow the model's context in the worst case."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spiral_fast.config import Config, ConfigError
+from spiral_fast.trace import Problem
+
+
+@dataclass(frozen=True)
+class WorstCase:
+    """Longest sequences that can come up, tokens."""
+
+    search_prompt: int
+    aggregation_prompt: int
+    longest: int  # prompt and new tokens
+    key: str  # the config key to lower first
+
+
+def worst_case(config: Config, prompts, problems: Sequence[Problem]) -> WorstCase:
+    """From the longest search prompt among `problems`, sets of candidates of full length and both L_max."""
+    rollout = config.rollout
+    longest = max(problems, key=lambda problem: len(prompts.search(problem)))
+    search_prompt = len(prompts.search(longest))
+    # RSA evaluates with sets of its own size, whatever the training does.
+    set_size = max(rollout.set_size, config.evaluate.rsa.set_size if config.evaluate.rsa.steps else 0)
+    aggregation_prompt = candidate = 0
+    if set_size:
+        candidate = max(rollout.search_max_new_tokens, rollout.aggregation_max_new_tokens)
+        frame = len(prompts.aggregation(longest, [[]] * set_size))
+        aggregation_prompt = frame + set_size * candidate
+    totals = {
+        "rollout.search_max_new_tokens": search_prompt + rollout.search_max_new_tokens,
+        "rollout.aggregation_max_new_tokens": aggregation_prompt + rollout.aggregation_max_new_tokens,
+    }
+    key = max(totals, key=totals.get)
+    return WorstCase(search_prompt, aggregation_prompt, totals[key], key)
+
+
+def check_fits(config: Config, prompts, problems: Sequence[Problem], max_context: int) -> WorstCase:
+    """Raises ConfigError when the worst case exceeds `max_context` tokens or a search prompt its limit."""
+    worst = worst_case(config, prompts, problems)
+    if worst.longest > max_context:
+        raise ConfigError(
+            f"{worst.key}: {getattr(config.rollout, worst.key.partition('.')[2])} cannot be used: the longest sequence "
+            f"({worst.longest} tokens) would exceed the model's context of {max_context}; lower it, the other L_max or "
+            "rollout.set_size"
+        )
+    return worst

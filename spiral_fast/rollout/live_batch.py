@@ -1,0 +1,49 @@
+"""Dynamic sampling: draw problems until enough of them carry credit (paper §4, "effective batch size").
+
+Problems are kept in the order they were drawn, never in the order they finished: that would favour short traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from spiral_fast.trace import Problem, ProblemRollout
+
+
+@dataclass
+class LiveBatch:
+    live: list[ProblemRollout] = field(default_factory=list)  # the step's |B| problems, in draw order
+    dead: list[ProblemRollout] = field(default_factory=list)  # every credit exactly zero
+    discarded: list[ProblemRollout] = field(default_factory=list)  # live, but drawn after the batch was full
+    rounds: int = 0
+
+    def drawn(self) -> list[ProblemRollout]:
+        """All problems of the step in draw order."""
+        return sorted(self.live + self.dead + self.discarded, key=lambda rollout: rollout.draw)
+
+
+def fill_live_batch(
+    draws: Iterator[tuple[int, Problem]],
+    score: Callable[[list[tuple[int, Problem]]], list[ProblemRollout]],
+    *,
+    live_problems: int,
+    round_problems: int,
+    max_rounds: int,
+) -> LiveBatch:
+    """Roll out and credit rounds of problems until `live_problems` are live or `max_rounds` are over.
+
+    `score` samples, grades and credits the problems of one round and keeps their order. The batch may come back short, or empty:
+    the step then goes on with what there is.
+    """
+    batch = LiveBatch()
+    while len(batch.live) < live_problems and batch.rounds < max_rounds:
+        batch.rounds += 1
+        for rollout in score([next(draws) for _ in range(round_problems)]):
+            if not rollout.live:
+                batch.dead.append(rollout)
+            elif len(batch.live) < live_problems:
+                batch.live.append(rollout)
+            else:
+                batch.discarded.append(rollout)
+    return batch

@@ -1,0 +1,20 @@
+"""Which engine a run uses."""
+
+from __future__ import annotations
+
+from spiral_fast.config import Config
+from spiral_fast.rollout.engine import Engine
+from spiral_fast.rollout.radix.engine import RadixEngine
+
+
+def make_engine(config: Config, loaded) -> Engine:
+    """The engine of `rollout.engine` over the learner's own model (`loaded`: a LoadedModel)."""
+    rollout = config.rollout
+    return RadixEngine(
+        loaded.model,
+        loaded.eos_token_ids,
+        max_context=loaded.max_context,
+        max_running=rollout.max_running,
+        prefill_chunk=rollout.prefill_chunk,
+        cache_tokens=rollout.cache_tokens,
+    )

@@ -1,0 +1,1 @@
+"""The embedded rollout engine: continuous batching over the learner's own weights, keys and values in a radix tree."""

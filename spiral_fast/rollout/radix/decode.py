@@ -1,0 +1,218 @@
+"""Decode: one token of every running request per forward.
+
+A request's keys are its prompt's, shared by all requests with that prompt, and its own. The queries of a group (requests with one
+prompt) are stacked and attend to the prompt's keys once; the result enters each request's own attention as one more key, whose
+score is the log-sum-exp of the prompt's scores.
+
+    R running requests (rows), G groups, m rows of the largest group, P prompt positions, S own positions, Hq = Hkv g heads
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from spiral_fast.rollout.radix.pool import SCRATCH, Pool
+
+_FIRST_BAND = 128  # prompts up to 128, 512, 2048, ... tokens lie in one rectangle each: padding stays bounded
+_STEP = 32  # own positions a buffer grows by at least
+
+
+class PromptGroups:
+    """Keys and values of the running groups' prompts of one length band, padded to a rectangle."""
+
+    def __init__(self, pool: Pool):
+        self._pool = pool
+        heads, head_dim = pool.keys[0].shape[1:]
+        self.keys = [key.new_zeros((0, heads, 0, head_dim)) for key in pool.keys]  # (G, Hkv, P, D) per layer
+        self.values = list(self.keys)
+        self.lengths = np.empty(0, np.int64)  # (G,) prompt tokens
+        self.rows = torch.empty(0)  # (G m,) row of each member; missing members repeat a row
+        self.bias: torch.Tensor | None = None  # (G, 1, 1, P): 0 or -inf; None: no padding
+
+    def add(self, paths: list[np.ndarray]) -> np.ndarray:
+        """Copy the prompts with these slots out of the pool; returns their group numbers."""
+        device = self.keys[0].device
+        held, lengths = len(self.lengths), np.array([len(path) for path in paths])
+        slots = np.full((len(paths), lengths.max()), SCRATCH, np.int64)
+        for row, path in enumerate(paths):
+            slots[row, : len(path)] = path
+        index = torch.from_numpy(slots).to(device)
+        self.lengths = np.concatenate([self.lengths, lengths])
+        for buffers, source in ((self.keys, self._pool.keys), (self.values, self._pool.values)):
+            for layer, old in enumerate(buffers):
+                new = source[layer][index].transpose(1, 2)
+                buffers[layer] = _stack(old, new) if held else new.contiguous()
+        return np.arange(held, held + len(paths))
+
+    def keep(self, alive: np.ndarray) -> None:
+        """Drop all groups but `alive` (increasing)."""
+        self.lengths = self.lengths[alive]
+        longest = int(self.lengths.max(initial=0))
+        index = torch.from_numpy(alive).to(self.keys[0].device)
+        for buffers in (self.keys, self.values):
+            for layer, old in enumerate(buffers):
+                buffers[layer] = old[:, :, :longest].index_select(0, index)
+
+    def arrange(self, rows: np.ndarray, group: np.ndarray) -> np.ndarray:
+        """Members of the groups: `rows` (n,) with their `group` (n,). Returns each one's place in the (G, m) rectangle."""
+        device = self.keys[0].device
+        order = np.argsort(group, kind="stable")
+        counts = np.bincount(group, minlength=len(self.lengths))
+        rank = np.empty(len(rows), np.int64)
+        rank[order] = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+        m = int(counts.max())
+        place = group * m + rank
+        members = np.full(len(counts) * m, rows[0], np.int64)
+        members[place] = rows
+        self.rows = torch.from_numpy(members).to(device)
+        longest = self.keys[0].shape[2]
+        self.bias = None
+        if (self.lengths != longest).any():
+            lengths = torch.from_numpy(self.lengths).to(device)
+            hidden = torch.arange(longest, device=device) >= lengths[:, None]
+            self.bias = self.keys[0].new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None, None]
+        return place
+
+    def attend(self, layer: int, query: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """query (R, Hkv, g, D) -> (G m, Hkv, g, D) and the log-sum-exp (G m, Hkv, g)."""
+        keys, values = self.keys[layer], self.values[layer]
+        groups, (heads, g, head_dim) = len(keys), query.shape[1:]
+        stacked = query.index_select(0, self.rows).view(groups, -1, heads, g, head_dim).transpose(1, 2)
+        scores = torch.matmul(stacked.reshape(groups, heads, -1, head_dim), keys.transpose(2, 3)) * scale
+        if self.bias is not None:
+            scores += self.bias
+        lse = scores.logsumexp(-1, keepdim=True)
+        out = torch.matmul((scores - lse).exp_(), values)
+        out = out.view(groups, heads, -1, g, head_dim).transpose(1, 2).flatten(0, 1)
+        return out, lse.view(groups, heads, -1, g).transpose(1, 2).flatten(0, 1)
+
+
+class DecodeBatch:
+    """Where the running requests' keys and values are. Rows are 0..R-1 without holes."""
+
+    def __init__(self, pool: Pool):
+        self._pool = pool
+        heads, head_dim = pool.keys[0].shape[1:]
+        self._keys = [key.new_zeros((0, heads, 0, head_dim)) for key in pool.keys]  # (rows, Hkv, own positions, D)
+        self._values = list(self._keys)
+        self._bands: dict[int, PromptGroups] = {}
+        self._band = np.empty(0, np.int64)  # (R,) band of each row's prompt
+        self._group = np.empty(0, np.int64)  # (R,) its group in that band
+        self._length = np.empty(0, np.int64)  # (R,) own positions filled
+        self._arranged = False
+        self._place = torch.empty(0)
+
+    def __len__(self) -> int:
+        return len(self._band)
+
+    def add(self, paths: list[np.ndarray], members: list[int]) -> None:
+        """New rows at the end: for each prompt (slots of its tokens) so many requests."""
+        band = np.array([_band(len(path)) for path in paths])
+        group = np.empty(len(paths), np.int64)
+        for b in np.unique(band):
+            groups = self._bands.setdefault(int(b), PromptGroups(self._pool))
+            group[band == b] = groups.add([path for path, own in zip(paths, band, strict=True) if own == b])
+        self._band = np.concatenate([self._band, np.repeat(band, members)])
+        self._group = np.concatenate([self._group, np.repeat(group, members)])
+        self._length = np.concatenate([self._length, np.zeros(sum(members), np.int64)])
+        self._reserve()
+        self._arranged = False
+
+    def remove(self, moves: tuple[np.ndarray, np.ndarray], left: int) -> None:
+        """Copy rows moves[0] over rows moves[1], then keep the first `left` rows."""
+        source, target = moves
+        if len(source):
+            src, dst = (torch.from_numpy(rows).to(self._keys[0].device) for rows in moves)
+            used = int(self._length.max())
+            for buffers in (self._keys, self._values):
+                for buffer in buffers:
+                    buffer[dst, :, :used] = buffer[src, :, :used]
+            for array in (self._band, self._group, self._length):
+                array[target] = array[source]
+        self._band, self._group, self._length = self._band[:left], self._group[:left], self._length[:left]
+        for band in list(self._bands):
+            rows = self._band == band
+            alive = np.unique(self._group[rows])
+            if not len(alive):
+                del self._bands[band]
+            elif len(alive) < len(self._bands[band].lengths):
+                self._bands[band].keep(alive)
+                self._group[rows] = np.searchsorted(alive, self._group[rows])
+        self._arranged = False
+
+    def begin_step(self) -> None:
+        """The next forward brings one token of each row, in row order."""
+        device, rows = self._keys[0].device, len(self)
+        if not self._arranged:
+            self._arrange()
+        self._reserve()
+        held = self._keys[0].shape[2]
+        heads = self._keys[0].shape[1]
+        at = (np.arange(rows) * heads * held + self._length)[:, None] + np.arange(heads) * held
+        self._write = torch.from_numpy(at.ravel()).to(device)
+        self._used = int(self._length.max()) + 1
+        self._bias = None
+        if (self._length != self._used - 1).any():
+            length = torch.from_numpy(self._length).to(device)
+            hidden = torch.arange(self._used, device=device) > length[:, None]
+            self._bias = self._keys[0].new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None, None]
+        self._length += 1
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        rows, heads, used = len(self), key.shape[1], self._used
+        head_dim = key.shape[3]
+        query = query[0].transpose(0, 1).reshape(rows, heads, -1, head_dim)  # (R, Hkv, g, D)
+        for buffer, new in ((self._keys[layer], key), (self._values[layer], value)):
+            buffer.view(-1, head_dim).index_copy_(0, self._write, new[0].transpose(0, 1).reshape(-1, head_dim))
+        parts = [groups.attend(layer, query, scale) for groups in self._bands.values()]
+        prompt, lse = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts, strict=True))
+        prompt, lse = prompt.index_select(0, self._place), lse.index_select(0, self._place)
+        own = torch.matmul(query, self._keys[layer][:rows, :, :used].transpose(2, 3)) * scale
+        if self._bias is not None:
+            own += self._bias
+        weight = torch.cat([lse[..., None], own], -1).softmax(-1)  # (R, Hkv, g, 1 + S)
+        out = torch.matmul(weight[..., 1:], self._values[layer][:rows, :, :used])
+        out.addcmul_(weight[..., :1], prompt)
+        return out.view(1, rows, -1, head_dim)
+
+    def _arrange(self) -> None:
+        place, offset = np.empty(len(self), np.int64), 0
+        for band, groups in self._bands.items():
+            rows = np.flatnonzero(self._band == band)
+            place[rows] = groups.arrange(rows, self._group[rows]) + offset
+            offset += len(groups.rows)
+        self._place = torch.from_numpy(place).to(self._keys[0].device)
+        self._arranged = True
+
+    def _reserve(self) -> None:
+        """Room for every row and one more own position."""
+        rows, _, positions, _ = self._keys[0].shape
+        need_rows, need_positions = len(self), int(self._length.max(initial=0)) + 1
+        if rows >= need_rows and positions >= need_positions:
+            return
+        grown_positions = (
+            positions if positions >= need_positions else max(need_positions, positions + _STEP, 2 * positions)
+        )
+        for buffers in (self._keys, self._values):
+            for layer, old in enumerate(buffers):
+                shape = (max(rows, need_rows), old.shape[1], grown_positions, old.shape[3])
+                buffers[layer] = old.new_zeros(shape)
+                buffers[layer][:rows, :, :positions] = old
+
+
+def _band(length: int) -> int:
+    band = _FIRST_BAND
+    while band < length:
+        band *= 4
+    return band
+
+
+def _stack(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """Two (G, Hkv, P, D) rectangles one below the other, the shorter one padded with zeros."""
+    out = old.new_zeros((len(old) + len(new), old.shape[1], max(old.shape[2], new.shape[2]), old.shape[3]))
+    out[: len(old), :, : old.shape[2]] = old
+    out[len(old) :, :, : new.shape[2]] = new
+    return out

@@ -1,0 +1,308 @@
+"""The embedded engine: continuous batching over the learner's own weights with a radix tree of keys and values.
+
+One `step` admits what fits, prefills it, and decodes until a request finishes. A prompt token is run through the model once per
+policy version as long as it stays cached. Generated tokens are not entered into the tree: SPIRAL quotes traces in another
+context, so no later prompt continues one.
+
+Counting. A prompt token is `computed` if it was run through the model for this request, else `cached`. The decoder's output at
+the end of a prompt is kept, so a prompt seen before costs nothing; one that ends inside an earlier prompt's run, where no output
+was kept, computes its last token again (computed 1, cached the rest). Requests admitted together count in order of admission:
+the first with a prefix computes it.
+
+Memory. `cache_tokens` bounds the prompt tokens in the tree plus `max_new_tokens` of every running request. Decoding also keeps
+one padded copy of each running *distinct* prompt, outside this budget.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from spiral_fast.rollout.engine import Completion, PromptTooLong, Request, TokenCounts
+from spiral_fast.rollout.radix.decode import DecodeBatch
+from spiral_fast.rollout.radix.model import serve
+from spiral_fast.rollout.radix.pool import Pool
+from spiral_fast.rollout.radix.prefill import Chunk, Run, chunks
+from spiral_fast.rollout.radix.rows import Entry, Rows, fill_holes
+from spiral_fast.rollout.radix.sampling import sample, uniforms
+from spiral_fast.rollout.radix.tree import Node, RadixTree
+
+
+class RadixEngine:
+    """See `rollout/engine.py` for the contract, this module's docstring for counts and memory."""
+
+    name = "radix"
+    per_request_seed = True
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        eos_token_ids: Iterable[int],
+        *,
+        max_context: int,
+        max_running: int,
+        prefill_chunk: int,
+        cache_tokens: int,
+    ):
+        """model: a transformers causal LM or a peft model around one, on `spiral_fast.attention.ATTENTION`. A model that cannot
+        be served exactly raises ValueError naming the field."""
+        self._served = serve(model)
+        self._is_eos = np.zeros(self._served.vocabulary, bool)
+        self._is_eos[[token for token in eos_token_ids if token < self._served.vocabulary]] = True
+        self.max_context = max_context
+        self.counts = TokenCounts()
+        self.bitwise_resume = self._served.device.type == "cpu"
+        self._max_running = max_running
+        self._prefill_chunk = prefill_chunk
+        self._cache_tokens = cache_tokens
+        self._next_ticket = 0
+        self._version = 0
+        self._flush()
+
+    def add(self, request: Request) -> int:
+        """Queue one request; returns its ticket. Raises PromptTooLong, or ValueError for one that can never run."""
+        n = len(request.prompt)
+        if n + request.max_new_tokens > self.max_context:
+            raise PromptTooLong(request, self.max_context)
+        if n + request.max_new_tokens > self._cache_tokens:
+            raise ValueError(
+                f"problem {request.key.problem!r}: a prompt of {n} tokens + max_new_tokens {request.max_new_tokens} never fits "
+                f"into rollout.cache_tokens = {self._cache_tokens}; raise it"
+            )
+        if not n or request.max_new_tokens < 1 or not request.temperature > 0:
+            raise ValueError(
+                f"problem {request.key.problem!r}: needs a prompt, max_new_tokens >= 1 and temperature > 0; got {n} tokens, "
+                f"{request.max_new_tokens}, {request.temperature}"
+            )
+        if not 0 <= min(request.prompt) <= max(request.prompt) < self._served.vocabulary:
+            raise ValueError(
+                f"problem {request.key.problem!r}: prompt ids must be in 0..{self._served.vocabulary - 1}, found "
+                f"{min(request.prompt)}..{max(request.prompt)}"
+            )
+        entry = Entry(self._next_ticket, request)
+        self._next_ticket += 1
+        # Siblings are admitted together, whatever the order they came in.
+        self._waiting.setdefault(tuple(request.prompt), deque()).append(entry)
+        self._n_waiting += 1
+        return entry.ticket
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[int, Completion]]:
+        """Work until at least one request finishes; [] when nothing is queued or running."""
+        if not self._n_waiting and not len(self._rows):
+            return []
+        self._check_weights()
+        while True:
+            finished = self._admit()
+            if not finished and len(self._rows):
+                finished = self._decode()
+            if finished:
+                return finished
+
+    def set_policy(self, version: int) -> None:
+        """The weights are now those of `version`: forget every cached key and value. RuntimeError while requests are pending."""
+        pending = self._n_waiting + len(self._rows)
+        if pending:
+            raise RuntimeError(f"set_policy({version}) with {pending} requests queued or running; finish them first")
+        self._version = version
+        self._flush()
+
+    def close(self) -> None:
+        """Drop the cache and everything pending."""
+        self._flush()
+
+    def _flush(self) -> None:
+        served = self._served
+        self._tree = RadixTree()
+        self._pool = Pool(
+            served.layers, served.key_value_heads, served.head_dim, self._cache_tokens, served.dtype, served.device
+        )
+        self._batch = DecodeBatch(self._pool)
+        self._rows = Rows([])
+        self._waiting: dict[tuple[int, ...], deque[Entry]] = {}
+        self._n_waiting = 0
+        self._reserved = 0  # new tokens the running requests may still ask for, and those they have
+        self._full = False  # the first in the queue did not fit, and nothing has finished since
+        self._weights_state = None
+
+    def _check_weights(self) -> None:
+        """Keys and values in the cache must come from the weights that read them, by whatever path these are changed."""
+        state = self._served.weights_state()
+        if self._weights_state is not None and state != self._weights_state:
+            raise RuntimeError(
+                f"the model's weights or its active adapter changed under policy version {self._version}; "
+                "call set_policy with a new version after each change, when no request is pending"
+            )
+        self._weights_state = state
+
+    # Admission and prefill
+
+    def _admit(self) -> list[tuple[int, Completion]]:
+        """Admit waiting requests, prompt by prompt in order of arrival, while rows and budget allow; sample their first token."""
+        room = self._max_running - len(self._rows)
+        if self._full or not self._n_waiting or room < min(self._n_waiting, max(1, self._max_running // 8)):
+            return []  # a few free rows wait for more of them: a prefill costs a forward however short it is
+        groups: list[list[Entry]] = []
+        runs: list[Run] = []
+        wanted: list[
+            tuple[Node, int]
+        ] = []  # nodes whose last hidden state the prefill brings, and its index in the runs
+        while self._waiting and room:
+            prompt, queue = next(iter(self._waiting.items()))
+            members = self._place(prompt, queue, room, runs, wanted)
+            if not members:
+                self._full = True
+                break
+            groups.append(members)
+            room -= len(members)
+            self._n_waiting -= len(members)
+            if not queue:
+                del self._waiting[prompt]
+        if not groups:
+            return []
+        self._prefill(runs, wanted)
+        hidden = torch.stack([members[0].node.hidden for members in groups])
+        sizes = [len(members) for members in groups]
+        rows = Rows([entry for members in groups for entry in members])
+        entries = list(rows.entry)
+        self._count(entries)
+        finished, alive = self._sample(rows, hidden, torch.repeat_interleave(torch.tensor(sizes)).to(hidden.device))
+        rows.select(np.flatnonzero(alive))
+        running = np.add.reduceat(alive, np.cumsum([0] + sizes[:-1])).tolist()
+        paths = [self._tree.path_slots(members[0].node) for members, n in zip(groups, running, strict=True) if n]
+        if paths:
+            self._batch.add(paths, [n for n in running if n])
+            self._rows.append(rows)
+        return finished
+
+    def _place(
+        self, prompt: tuple[int, ...], queue: deque[Entry], room: int, runs: list[Run], wanted: list
+    ) -> list[Entry]:
+        """Take requests with this prompt off the queue, as many as fit, and give the prompt its place in the tree."""
+        node, matched = self._tree.find(prompt)
+        node.pins += 1
+        missing = len(prompt) - matched
+        members: list[Entry] = []
+        needed = missing
+        while queue and len(members) < room:
+            needed += queue[0].request.max_new_tokens
+            over = self._tree.size + self._reserved + needed - self._cache_tokens
+            if over > 0:
+                freed = self._tree.evict(over)
+                self._pool.free(freed)
+                if len(freed) < over:
+                    needed -= queue[0].request.max_new_tokens
+                    break
+            members.append(queue.popleft())
+        node.pins -= 1
+        if not members:
+            return []
+        self._reserved += needed - missing
+        if missing:
+            node = self._tree.extend(node, prompt[matched:], self._pool.allocate(missing))
+            runs.append(Run(np.asarray(prompt[matched:], np.int64), self._tree.path_slots(node)))
+            wanted.append((node, sum(len(run.tokens) for run in runs) - 1))
+        elif node.hidden is None and not any(node is other for other, _ in wanted):
+            at = _index_of_slot(runs, node.slots[-1])
+            if at is None:
+                runs.append(Run(np.asarray(prompt[-1:], np.int64), self._tree.path_slots(node), write=False))
+                at = sum(len(run.tokens) for run in runs) - 1
+                missing = 1
+            wanted.append((node, at))
+        for entry in members:
+            entry.node = node
+            entry.cached = len(prompt)
+        members[0].cached -= missing
+        members[0].computed = missing
+        node.pins += len(members)
+        return members
+
+    def _prefill(self, runs: list[Run], wanted: list[tuple[Node, int]]) -> None:
+        if not runs:
+            return
+        at = np.array([index for _, index in wanted])
+        kept, first = [], 0
+        for part in chunks(runs, self._prefill_chunk):
+            chunk = Chunk(self._pool, part, self._served.device)
+            hidden = self._forward(chunk.tokens, chunk.positions, chunk)
+            inside = at[(at >= first) & (at < first + len(hidden))] - first
+            kept.append(hidden[torch.from_numpy(inside).to(hidden.device)])
+            first += len(hidden)
+        hidden = torch.cat(kept)
+        for row, k in enumerate(np.argsort(at, kind="stable")):
+            wanted[k][0].hidden = hidden[row]
+
+    # Decode
+
+    def _decode(self) -> list[tuple[int, Completion]]:
+        """One token for every running request."""
+        rows = self._rows
+        self._batch.begin_step()
+        device = self._served.device
+        tokens = torch.from_numpy(rows.last_tokens()).to(device)
+        positions = torch.from_numpy(rows.prompt + rows.sampled - 1).to(device)
+        finished, alive = self._sample(rows, self._forward(tokens, positions, self._batch))
+        if finished:
+            source, target = fill_holes(alive)
+            left = int(alive.sum())
+            order = np.arange(left)
+            order[target] = source
+            rows.select(order)
+            self._batch.remove((source, target), left)
+        return finished
+
+    def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, attend) -> torch.Tensor:
+        """tokens, positions (T,) -> hidden states (T, H)"""
+        out = self._served.decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False, attend=attend)
+        return out.last_hidden_state[0]
+
+    def _sample(self, rows: Rows, hidden: torch.Tensor, row_of: torch.Tensor | None = None):
+        """Sample a token for each row from hidden (R, H), or hidden[row_of]. Returns completions and which rows go on (R,)."""
+        logits = self._served.head(hidden)
+        if row_of is not None:
+            logits = logits[row_of]
+        u = torch.from_numpy(uniforms(rows.seed, rows.sampled.astype(np.uint64))).to(logits.device)
+        tokens, logp = sample(logits, torch.from_numpy(rows.temperature).to(logits.device), u)
+        tokens = rows.record(tokens, logp)
+        stopped = self._is_eos[tokens]
+        alive = ~stopped & (rows.sampled < rows.limit)
+        return [self._complete(rows, row, stopped[row]) for row in np.flatnonzero(~alive)], alive
+
+    def _complete(self, rows: Rows, row: int, stopped: bool) -> tuple[int, Completion]:
+        entry: Entry = rows.entry[row]
+        n = int(rows.sampled[row])
+        entry.node.pins -= 1
+        self._reserved -= entry.request.max_new_tokens
+        self._full = False
+        counts = self.counts
+        self.counts = TokenCounts(counts.prompt, counts.cached, counts.computed, counts.generated + n)
+        return entry.ticket, Completion(
+            tokens=rows.tokens[row, :n].tolist(),
+            logp=rows.logp[row, :n].copy(),
+            finish_reason="stop" if stopped else "length",
+            policy_version=self._version,
+            prompt_tokens=len(entry.request.prompt),
+            cached_tokens=entry.cached,
+            computed_tokens=entry.computed,
+        )
+
+    def _count(self, entries: list[Entry]) -> None:
+        cached, computed = (sum(getattr(entry, name) for entry in entries) for name in ("cached", "computed"))
+        counts = self.counts
+        self.counts = TokenCounts(
+            counts.prompt + cached + computed, counts.cached + cached, counts.computed + computed, counts.generated
+        )
+
+
+def _index_of_slot(runs: list[Run], slot: int) -> int | None:
+    """Where the token with this slot stands among the tokens of the runs."""
+    first = 0
+    for run in runs:
+        found = np.flatnonzero(run.path[run.start :] == slot) if run.write else ()
+        if len(found):
+            return first + int(found[0])
+        first += len(run.tokens)
+    return None

@@ -1,0 +1,140 @@
+"""Prefill: the uncached tokens of many prompts packed into forwards of at most `prefill_chunk` tokens.
+
+Each token's keys and values are written to the pool before anything attends in that layer, and every query reads its whole prefix
+from the pool: a prompt may continue a prefix that another prompt of the same forward computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from spiral_fast.rollout.radix.pool import SCRATCH, Pool
+
+_PIECE = 1024  # most queries of one row of a batch: bounds the mask to _PIECE x keys
+_KEYS = 1 << 17  # most keys gathered at once, tokens
+_PADDING = 1.5  # most padded over real query-key pairs of a batch
+
+
+@dataclass
+class Run:
+    """Tokens to compute: those of `path` from `start` on."""
+
+    tokens: np.ndarray  # (n,) int64
+    path: np.ndarray  # (start + n,) int64 slots of the whole prefix up to the last token
+    write: bool = True  # False: the keys and values are in the pool already, only the hidden state is wanted
+
+    @property
+    def start(self) -> int:
+        return len(self.path) - len(self.tokens)
+
+
+@dataclass
+class _Piece:
+    first: int  # index of its first query in the chunk
+    queries: int
+    path: np.ndarray  # slots of all keys its last query sees
+
+
+class _Batch:
+    """Pieces padded to one rectangle: query and key indices and the mask."""
+
+    def __init__(self, pieces: list[_Piece], device: torch.device):
+        q = max(piece.queries for piece in pieces)
+        k = max(len(piece.path) for piece in pieces)
+        queries = np.zeros((len(pieces), q), np.int64)
+        keys = np.full((len(pieces), k), SCRATCH, np.int64)
+        last = np.zeros((len(pieces), q), np.int64)  # last visible key of each query; padding sees key 0
+        self.index = []  # where each query of the chunk stands in the flattened rectangle
+        for row, piece in enumerate(pieces):
+            n = piece.queries
+            queries[row, :n] = np.arange(piece.first, piece.first + n)
+            keys[row, : len(piece.path)] = piece.path
+            last[row, :n] = np.arange(len(piece.path) - n, len(piece.path))
+            self.index.append((piece.first, row * q + np.arange(n)))
+        self.queries = torch.from_numpy(queries).to(device)
+        self.keys = torch.from_numpy(keys).to(device)
+        last = torch.from_numpy(last).to(device)
+        self.mask = torch.arange(k, device=device) <= last[:, None, :, None]  # (B, 1, q, k)
+
+    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+        """query (T, Hq, D), keys and values (slots, Hkv, D) -> (B q, Hq, D)"""
+        q = query[self.queries].transpose(1, 2)
+        k, v = (source[self.keys].transpose(1, 2) for source in (keys, values))
+        out = scaled_dot_product_attention(
+            q, k, v, attn_mask=self.mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+class Chunk:
+    """One forward's tokens and the object the model attends with."""
+
+    def __init__(self, pool: Pool, runs: list[tuple[Run, int, int]], device: torch.device):
+        """runs: (run, from, to) with from..to the tokens of the run in this chunk."""
+        self._pool = pool
+        tokens, positions, slots, pieces, first = [], [], [], [], 0
+        for run, begin, end in runs:
+            tokens.append(run.tokens[begin:end])
+            positions.append(np.arange(run.start + begin, run.start + end))
+            own = run.path[run.start + begin : run.start + end]
+            slots.append(own if run.write else np.full(end - begin, SCRATCH))
+            for at in range(begin, end, _PIECE):
+                to = min(at + _PIECE, end)
+                pieces.append(_Piece(first + at - begin, to - at, run.path[: run.start + to]))
+            first += end - begin
+        self.tokens, self.positions, self._slots = (
+            torch.from_numpy(np.concatenate(parts)).to(device) for parts in (tokens, positions, slots)
+        )
+        groups = _group(pieces)
+        self._batches = [_Batch(group, device) for group in groups]
+        index, offset = np.empty(first, np.int64), 0
+        for batch in self._batches:
+            for start, flat in batch.index:
+                index[start : start + len(flat)] = flat + offset
+            offset += batch.queries.numel()
+        self._index = torch.from_numpy(index).to(device)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
+        self._pool.write(layer, self._slots, key, value)
+        keys, values = self._pool.keys[layer], self._pool.values[layer]
+        parts = [batch.attend(query, keys, values, scale) for batch in self._batches]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[self._index][None]
+
+
+def chunks(runs: list[Run], size: int) -> list[list[tuple[Run, int, int]]]:
+    """Cut the runs, in order, into lists of at most `size` tokens; a run may continue in the next list."""
+    out, room = [[]], size
+    for run in runs:
+        begin, n = 0, len(run.tokens)
+        while begin < n:
+            if not room:
+                out.append([])
+                room = size
+            end = min(n, begin + room)
+            out[-1].append((run, begin, end))
+            room -= end - begin
+            begin = end
+    return out
+
+
+def _group(pieces: list[_Piece]) -> list[list[_Piece]]:
+    """Pieces of similar shape together: little padding, few batches."""
+    groups: list[list[_Piece]] = []
+    real = q = 0
+    for piece in sorted(pieces, key=lambda piece: (len(piece.path), piece.queries)):
+        k, n = len(piece.path), len(groups[-1]) + 1 if groups else 1
+        area = real + piece.queries * k
+        if n > 1 and n * k <= _KEYS and n * k * max(q, piece.queries) <= _PADDING * area:
+            groups[-1].append(piece)
+            real, q = area, max(q, piece.queries)
+        else:
+            groups.append([piece])
+            real, q = piece.queries * k, piece.queries
+    return groups

@@ -1,0 +1,33 @@
+"""Templated supervised examples of each generated task, as (prompt ids, completion ids)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from spiral_fast.config import Config, ConfigError
+from spiral_fast.problems import ProblemSets
+from spiral_fast.prompts import Prompts
+from spiral_fast.warm_start.chain_sum_examples import ChainSumExamples, Example
+from spiral_fast.warm_start.parts_examples import PartsExamples
+
+
+class Examples(Protocol):
+    """An endless seeded supply; no example's question is a training or evaluation question."""
+
+    def search(self) -> Example: ...
+
+    def aggregation(self) -> Example: ...
+
+
+def make_examples(config: Config, prompts: Prompts, problems: ProblemSets) -> Examples:
+    task = config.problems
+    set_size = config.rollout.set_size or config.evaluate.rsa.set_size  # GRPO aggregates in the evaluation only
+    used = {problem.question for problem in [*problems.train, *problems.eval]}
+    if task.source == "chain_sum":
+        return ChainSumExamples(config.seed, task.n_terms, task.n_digits, set_size, prompts, used)
+    if task.source == "parts":
+        return PartsExamples(config.seed, task.variable_length, set_size, prompts, used)
+    raise ConfigError(
+        f"warm_start.steps: {config.warm_start.steps} cannot be used: there are no templated answers for "
+        f"problems.source: {task.source}; set it to 0"
+    )

@@ -1,0 +1,72 @@
+from collections import Counter
+from fractions import Fraction
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from spiral_fast.evaluate.majority import majority_at_k
+
+
+def brute_force(answers, correct, k) -> Fraction:
+    """Vote in every subset of k; a tie is worth the share of its answers that are correct."""
+    score = {}
+    for a in set(answers) - {None}:
+        rights = [c for b, c in zip(answers, correct, strict=True) if a == b]
+        score[a] = Fraction(sum(rights), len(rights))
+    total, subsets = Fraction(0), list(combinations(answers, k))
+    for subset in subsets:
+        votes = Counter(a for a in subset if a is not None)
+        tied = [a for a, n in votes.items() if n == max(votes.values())]
+        total += sum(score[a] for a in tied) / len(tied) if tied else 0
+    return total / len(subsets)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_equals_voting_in_every_subset(seed):
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(1, 11))
+    names = [None, "a", "b", "c", "d"][: rng.integers(1, 6)]
+    answers = [names[i] for i in rng.integers(0, len(names), n)]
+    verdict = {name: bool(rng.integers(2)) for name in names}
+    correct = [verdict[a] for a in answers]
+    for k in range(1, n + 1):
+        assert majority_at_k(answers, correct, k) == pytest.approx(float(brute_force(answers, correct, k)), abs=1e-12)
+
+
+def test_ties_are_shared_and_silence_does_not_vote():
+    assert majority_at_k(["a", "b"], [True, False], 2) == 0.5
+    assert majority_at_k(["a", "b", "c"], [True, False, False], 3) == pytest.approx(1 / 3)
+    assert majority_at_k([None, None, None, "a"], [False, False, False, True], 4) == 1.0
+    assert majority_at_k([None, None], [False, False], 2) == 0.0
+    assert majority_at_k(["a", "a", "b"], [True, True, False], 3) == 1.0
+
+
+def test_an_answer_with_mixed_verdicts_counts_by_its_share():
+    answers, correct = ["a", "a", "a", "b"], [True, True, False, False]
+    assert majority_at_k(answers, correct, 4) == pytest.approx(2 / 3)
+    assert majority_at_k(answers, correct, 2) == pytest.approx(float(brute_force(answers, correct, 2)))
+
+
+def test_majority_at_1_is_pass_at_1():
+    answers = ["a"] * 5 + ["b"] * 20 + [None] * 7
+    assert majority_at_k(answers, [a == "a" for a in answers], 1) == pytest.approx(5 / 32)
+
+
+def test_64_samples_agree_with_20000_votes():
+    """k = 16; four standard errors of the simulation."""
+    rng = np.random.default_rng(0)
+    answers = rng.choice(["a", "b", "c", "d"], 64, p=[0.35, 0.35, 0.2, 0.1])
+    correct = answers == "b"
+    exact = majority_at_k(answers.tolist(), correct.tolist(), 16)
+    codes = np.unique(answers, return_inverse=True)[1]
+    order = rng.random((20000, 64)).argsort(1)[:, :16]
+    votes = (codes[order][..., None] == np.arange(4)).sum(1)
+    tied = votes == votes.max(1, keepdims=True)
+    share = tied[:, 1] / tied.sum(1)
+    assert abs(share.mean() - exact) < 4 * share.std() / np.sqrt(len(share))
+
+
+def test_more_than_the_samples_is_refused():
+    with pytest.raises(ValueError, match="majority@3 needs at least 3 samples, there are 2"):
+        majority_at_k(["a", "b"], [True, False], 3)

@@ -1,0 +1,413 @@
+"""linear_logprob against the float64 reference, values and gradients, for every backend and awkward input."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import spiral_kernels
+from spiral_kernels.linear_logprob import linear_logprob, tiled, torch_rows
+
+BACKENDS = [name for name, reason in spiral_kernels.available_backends("linear_logprob").items() if reason is None]
+FLOAT64_BACKENDS = [
+    name
+    for name, reason in spiral_kernels.available_backends("linear_logprob", dtype=torch.float64).items()
+    if reason is None
+]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    spiral_kernels.force_backend(request.param, "linear_logprob")
+    yield request.param
+    spiral_kernels.force_backend(None, "linear_logprob")
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Several tiles in both directions, the last ones ragged."""
+    monkeypatch.setitem(tiled.TILE_ROWS, "cpu", 7)
+    monkeypatch.setitem(tiled.TILE_ELEMENTS, "cpu", 7 * 50)
+
+
+class Case:
+    """Inputs of a call, its results and gradients, and the truth for them."""
+
+    def __init__(self, hidden, weight, targets, row_index=None, temperature=1.0):
+        self.inputs = hidden, weight, targets, row_index, temperature
+        self.d_logp = torch.linspace(-1, 1.5, targets.shape[0], dtype=torch.float64)
+
+    def run(self):
+        hidden, weight = (x.detach().clone().requires_grad_() for x in self.inputs[:2])
+        _, _, targets, row_index, temperature = self.inputs
+        out = linear_logprob(hidden, weight, targets, row_index=row_index, temperature=temperature, return_entropy=True)
+        return self._with_gradients(out.logp, out.lse, out.entropy, hidden, weight)
+
+    def truth(self, dtype=torch.float64):
+        """Plain torch with GEMMs in `dtype`, float64 for the truth itself; softmax in at least float32."""
+        hidden, weight = (x.detach().to(dtype).requires_grad_() for x in self.inputs[:2])
+        _, _, targets, row_index, temperature = self.inputs
+        rows = hidden if row_index is None else hidden[row_index]
+        logits = rows @ weight.t()
+        logits = logits.to(torch.promote_types(dtype, torch.float32))
+        if isinstance(temperature, torch.Tensor):
+            temperature = temperature[:, None]
+        log_p = (logits / temperature).log_softmax(1)
+        lse = (logits / temperature).logsumexp(1)
+        entropy = torch.special.entr(log_p.exp()).sum(1)
+        return self._with_gradients(log_p.gather(1, targets[:, None])[:, 0], lse, entropy, hidden, weight)
+
+    def _with_gradients(self, logp, lse, entropy, hidden, weight):
+        d_hidden, d_weight = torch.autograd.grad((logp.double() * self.d_logp).sum(), (hidden, weight))
+        return {"logp": logp, "lse": lse, "entropy": entropy, "d_hidden": d_hidden, "d_weight": d_weight}
+
+
+def random_case(vocabulary, *, rows=30, size=16, dtype=torch.float32, seed=0, **kwargs):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(rows, size, generator=generator).to(dtype)
+    weight = (torch.randn(vocabulary, size, generator=generator) * 0.5).to(dtype)
+    targets = torch.randint(vocabulary, (rows,), generator=generator)
+    return Case(hidden, weight, targets, **kwargs)
+
+
+def relative(a, b):
+    return ((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-300)).item()
+
+
+def check(case, *, absolute=1e-5, gradient=1e-5):
+    found, true = case.run(), case.truth()
+    for name in ("logp", "lse", "entropy"):
+        torch.testing.assert_close(found[name].double(), true[name], rtol=0, atol=absolute)
+    for name in ("d_hidden", "d_weight"):
+        assert relative(found[name], true[name]) <= gradient, name
+        assert found[name].dtype == case.inputs[0].dtype
+    return found
+
+
+@pytest.mark.parametrize("vocabulary", [1, 5, 127, 32000, 49152])
+def test_float32(backend, vocabulary):
+    check(random_case(vocabulary))
+
+
+def test_several_tiles(backend, small_tiles):
+    check(random_case(127))
+    check(random_case(50, rows=7))
+    check(random_case(101, rows=8, row_index=torch.arange(8)))
+
+
+def test_float64(small_tiles):
+    for name in FLOAT64_BACKENDS:
+        spiral_kernels.force_backend(name, "linear_logprob")
+        try:
+            check(random_case(127, dtype=torch.float64), absolute=1e-12, gradient=1e-12)
+        finally:
+            spiral_kernels.force_backend(None, "linear_logprob")
+
+
+@pytest.mark.parametrize("vocabulary", [5, 127, 32000])
+def test_bfloat16_is_no_worse_than_torch(backend, vocabulary):
+    case = random_case(vocabulary, rows=64, size=64, dtype=torch.bfloat16)
+    found, own, true = case.run(), case.truth(torch.bfloat16), case.truth()
+    assert found["logp"].dtype == torch.float32
+    for name in ("logp", "lse", "entropy"):
+        error = (found[name].double() - true[name]).abs().max()
+        assert error <= (own[name].double() - true[name]).abs().max() + 1e-3, name
+    for name in ("d_hidden", "d_weight"):
+        assert relative(found[name], true[name]) <= relative(own[name], true[name]) + 1e-3, name
+
+
+def test_target_in_the_last_and_first_column(backend, small_tiles):
+    case = random_case(127)
+    for column in (126, 0, 49, 50):
+        case.inputs[2].fill_(column)
+        check(case)
+
+
+@pytest.mark.parametrize("gap", [10.0, 20.0, 40.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [b for b in BACKENDS if b != "reference"])  # float64 itself loses 1 - p at 40
+def test_gradient_survives_p_near_one(name, dtype, gap):
+    """1 - p is 1e-4 to 1e-17 here: formed as a difference in the dtype it would be noise or 0."""
+    spiral_kernels.force_backend(name, "linear_logprob")
+    weight = torch.tensor([[gap, 1.0], [0.0, 2.0], [0.0, -0.5]], dtype=dtype)
+    hidden = torch.tensor([[1.0, 0.0]], dtype=dtype, requires_grad=True)
+    logp = linear_logprob(hidden, weight, torch.tensor([0])).logp
+    logp.sum().backward()
+    spiral_kernels.force_backend(None, "linear_logprob")
+    other = torch.tensor(-gap).double().exp()
+    other = other / (1 + 2 * other)
+    d_hidden = torch.stack([2 * other, -other, -other]) @ weight.double()
+    torch.testing.assert_close(logp.double(), torch.log1p(-2 * other)[None], rtol=1e-5, atol=0)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(hidden.grad[0].double(), d_hidden, rtol=tolerance, atol=0)
+
+
+def test_common_offset(backend, small_tiles):
+    """Logits of 1e4 + k/64 are exact in float32, so the offset must cancel."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(-64, 65, (127, 3), generator=generator) / 64
+    weight[:, 0] = 1e4
+    hidden = torch.cat([torch.ones(20, 1), torch.randint(-3, 4, (20, 2), generator=generator)], 1)
+    case = Case(hidden, weight, torch.arange(20))
+    found, true = case.run(), case.truth()
+    for name, absolute in {"logp": 1e-5, "entropy": 1e-5, "lse": 1e-3}.items():  # float32 near 1e4 has steps of 1e-3
+        torch.testing.assert_close(found[name].double(), true[name], rtol=0, atol=absolute)
+    assert relative(found["d_hidden"][:, 1:], true["d_hidden"][:, 1:]) <= 1e-5
+    assert relative(found["d_weight"], true["d_weight"]) <= 1e-5
+
+
+def test_minus_infinity_columns(backend, small_tiles):
+    """A column of -inf has probability 0 and touches nothing else, even where it fills whole tiles."""
+    case = random_case(127)
+    hidden, weight, targets = case.inputs[:3]
+    hidden[:, 0] = 1
+    weight[:60, 0] = -torch.inf
+    targets.copy_(torch.arange(30) + 70)
+    found, true = case.run(), case.truth()
+    for name in ("logp", "lse", "entropy"):
+        torch.testing.assert_close(found[name].double(), true[name], rtol=0, atol=1e-5)
+    assert relative(found["d_hidden"][:, 1:], true["d_hidden"][:, 1:]) <= 1e-5
+    assert (found["d_weight"][:60] == 0).all()
+    assert relative(found["d_weight"], true["d_weight"]) <= 1e-5
+
+
+def test_impossible_target(backend):
+    case = random_case(20, rows=2)
+    case.inputs[0][:, 0] = 1
+    case.inputs[1][3, 0] = -torch.inf
+    case.inputs[2].fill_(3)
+    out = linear_logprob(*case.inputs[:3], return_entropy=True)
+    assert (out.logp == -torch.inf).all()
+    assert out.entropy.isfinite().all()
+
+
+def test_nan_is_not_hidden(backend):
+    case = random_case(20, rows=2)
+    case.inputs[0][0, 0] = torch.nan
+    out = linear_logprob(*case.inputs[:3])
+    assert out.logp[0].isnan() and out.logp[1].isfinite()
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_few_rows(backend, rows):
+    found = check(random_case(127, rows=rows))
+    assert found["logp"].shape == (rows,)
+    hidden, weight = (x.requires_grad_() for x in random_case(11, rows=4).inputs[:2])
+    empty = torch.zeros(0, dtype=torch.int64)
+    linear_logprob(hidden, weight, empty, row_index=empty).logp.sum().backward()
+    assert (hidden.grad == 0).all() and hidden.grad.shape == (4, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_repeated_rows_add_up(backend, small_tiles, dtype):
+    """A prefix's last token predicts one token per child: its hidden row serves several rows."""
+    case = random_case(127, rows=12, dtype=dtype)
+    hidden, weight, _ = case.inputs[:3]
+    row_index = torch.tensor([3, 3, 3, 0, 11, 3, 5, 5, 3, 3])
+    targets = torch.tensor([1, 2, 1, 0, 126, 5, 6, 7, 8, 9])
+    case = Case(hidden, weight, targets, row_index=row_index)
+    if dtype == torch.float32:
+        found = check(case)
+    else:
+        found = case.run()
+        assert relative(found["d_hidden"], case.truth()["d_hidden"]) <= 1e-2
+    assert (found["d_hidden"][[1, 2, 4, 6]] == 0).all()
+
+
+def test_temperature(backend, small_tiles):
+    check(random_case(127, temperature=0.7))
+    check(random_case(127, temperature=torch.linspace(0.3, 3, 30)))
+
+
+def test_inputs_that_are_not_contiguous(backend, small_tiles):
+    case = random_case(127)
+    hidden, weight, targets = case.inputs[:3]
+    wide = torch.stack([targets, targets.flip(0)], 1)
+    temperature = torch.linspace(0.5, 2, 60)[::2]
+    row_index = torch.arange(30).repeat_interleave(2)[::2]
+    hidden = torch.cat([hidden, hidden], 1)[:, ::2]
+    weight = weight.t().contiguous().t()
+    assert not any(x.is_contiguous() for x in (hidden, weight, wide[:, 0], temperature, row_index))
+    check(Case(hidden, weight, wide[:, 0], row_index=row_index, temperature=temperature))
+
+
+def test_gradcheck(monkeypatch):
+    monkeypatch.setitem(tiled.TILE_ROWS, "cpu", 2)
+    monkeypatch.setitem(tiled.TILE_ELEMENTS, "cpu", 6)
+    hidden = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
+    targets, row_index = torch.tensor([0, 6, 3, 3, 2]), torch.tensor([0, 0, 2, 1, 2])
+    temperature = torch.tensor([1.0, 0.5, 2.0, 1.0, 1.5])
+
+    def logp(hidden, weight):
+        return linear_logprob(hidden, weight, targets, row_index=row_index, temperature=temperature).logp
+
+    assert torch.autograd.gradcheck(logp, (hidden, weight))
+
+
+@pytest.mark.parametrize("with_row_index", [False, True])
+@pytest.mark.parametrize("name", [b for b in BACKENDS if b != "reference"])
+def test_opcheck(name, with_row_index):
+    hidden, weight = (x.requires_grad_() for x in random_case(11, rows=4).inputs[:2])
+    row_index = torch.tensor([0, 1, 1, 3]) if with_row_index else None
+    args = hidden, weight, torch.tensor([0, 5, 10, 3]), row_index, torch.ones(4), True, name
+    torch.library.opcheck(torch.ops.spiral_kernels.linear_logprob.default, args)
+    frozen = hidden, weight.detach(), *args[2:]
+    torch.library.opcheck(torch.ops.spiral_kernels.linear_logprob.default, frozen)
+
+
+def test_only_logp_has_a_gradient_and_none_under_no_grad(backend):
+    hidden, weight, targets = random_case(11).inputs[:3]
+    hidden.requires_grad_()
+    out = linear_logprob(hidden, weight, targets, return_entropy=True)
+    assert out.logp.requires_grad and not out.lse.requires_grad and not out.entropy.requires_grad
+    with torch.no_grad():
+        assert not linear_logprob(hidden, weight, targets).logp.requires_grad
+    assert linear_logprob(hidden, weight, targets).entropy is None
+
+
+def test_frozen_head_and_frozen_hidden(backend):
+    case = random_case(127)
+    hidden, weight, targets = case.inputs[:3]
+    hidden.requires_grad_()
+    linear_logprob(hidden, weight, targets).logp.sum().backward()
+    assert weight.grad is None and hidden.grad is not None
+    hidden, weight = hidden.detach(), weight.detach().requires_grad_()
+    linear_logprob(hidden, weight, targets).logp.sum().backward()
+    assert weight.grad is not None and hidden.grad is None
+
+
+def test_autocast_does_not_lower_the_precision(backend):
+    case = random_case(127)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = linear_logprob(*case.inputs[:3]).logp
+    torch.testing.assert_close(found.double(), case.truth()["logp"], rtol=0, atol=1e-5)
+
+
+def test_does_not_depend_on_the_split_into_calls(backend):
+    """A row's log-prob is that row's alone, whichever rows come with it."""
+    hidden, weight, targets = random_case(127, rows=40).inputs[:3]
+    whole = linear_logprob(hidden, weight, targets).logp
+    parts = [linear_logprob(hidden[i : i + 7], weight, targets[i : i + 7]).logp for i in range(0, 40, 7)]
+    torch.testing.assert_close(whole, torch.cat(parts), rtol=0, atol=1e-6)
+
+
+class NewStorages(TorchDispatchMode):
+    """The sizes in bytes of all storages that operations allocate."""
+
+    def __init__(self, *inputs):
+        super().__init__()
+        self.known = {x.untyped_storage().data_ptr() for x in inputs}
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in self.known:
+                self.sizes.append(x.untyped_storage().nbytes())
+        return result
+
+
+def test_a_frozen_head_allocates_nothing_of_its_size():
+    hidden, weight = torch.randn(8, 4), torch.randn(50_000, 4)
+    targets, scale, ones = torch.arange(8), torch.ones(8), torch.ones(8)
+
+    def largest(need_weight, weight):
+        logp, origin, log_norm, _ = tiled.forward(torch_rows, hidden, weight, targets, None, scale, False)
+        with NewStorages(hidden, weight) as storages:
+            tiled.backward(
+                torch_rows, ones, hidden, weight, targets, None, scale, origin, log_norm, logp, True, need_weight
+            )
+        return max(storages.sizes)
+
+    tile = 4 * 8 * 50_000
+    assert largest(False, weight) == tile
+    wide = torch.randn(50_000, 16)
+    hidden = torch.randn(8, 16)
+    assert largest(False, wide) == tile
+    assert largest(True, wide) == 4 * wide.numel()
+
+
+MEMORY = """
+import resource, sys, torch
+import spiral_kernels
+torch.set_num_threads(1)
+spiral_kernels.force_backend(sys.argv[1], "linear_logprob")
+rows, vocabulary, size = int(sys.argv[2]), int(sys.argv[3]), 32
+weight = torch.randn(vocabulary, size)
+def step(rows):
+    hidden = torch.randn(rows, size, requires_grad=True)
+    targets = torch.randint(vocabulary, (rows,))
+    out = spiral_kernels.linear_logprob(hidden, weight, targets, return_entropy=True)
+    out.logp.sum().backward()
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+step(64)
+before = peak()
+step(rows)
+print(peak() - before)
+"""
+
+
+@pytest.mark.parametrize("name", [b for b in BACKENDS if b != "reference"])
+@pytest.mark.parametrize(("rows", "vocabulary"), [(8192, 20_000), (2048, 80_000)])
+def test_peak_memory_does_not_grow_with_rows_times_vocabulary(name, rows, vocabulary):
+    """Process memory beyond a call with 64 rows; the logits would be 655 MB."""
+    command = [sys.executable, "-c", MEMORY, name, str(rows), str(vocabulary)]
+    extra_mb = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert extra_mb < 40
+
+
+def test_more_than_two_to_the_31_logits(backend):
+    """Rows near the end of R x V > 2^31 hold the same numbers as alone."""
+    if backend == "reference":
+        pytest.skip("the reference keeps all logits")
+    rows, vocabulary = 140_000, 16_000
+    hidden, weight, targets = random_case(vocabulary, rows=4, size=1).inputs[:3]
+    row_index = torch.zeros(rows, dtype=torch.int64)
+    row_index[-4:] = torch.arange(4)
+    many = torch.zeros(rows, dtype=torch.int64)
+    many[-4:] = targets
+    found = linear_logprob(hidden, weight, many, row_index=row_index).logp[-4:]
+    torch.testing.assert_close(found, linear_logprob(hidden, weight, targets).logp, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden": torch.zeros(4)}, r"hidden must be \(N, H\)"),
+        ({"weight": torch.zeros(0, 3)}, r"weight must be \(V, H\) with V > 0"),
+        ({"weight": torch.zeros(5, 2)}, "differ in H"),
+        ({"hidden": torch.zeros(4, 3, dtype=torch.float16)}, "hidden must be float32, bfloat16 or float64"),
+        ({"weight": torch.zeros(5, 3, dtype=torch.bfloat16)}, "differ in dtype"),
+        ({"targets": torch.zeros(4)}, r"targets must be \(R,\) int64"),
+        ({"targets": torch.zeros(3, dtype=torch.int64)}, "one entry per row"),
+        ({"row_index": torch.zeros(3, dtype=torch.int64)}, "row_index must be int64 of targets' shape"),
+        ({"temperature": 0.0}, "temperature must be > 0"),
+        ({"temperature": torch.ones(3)}, "temperature must be a number or"),
+        ({"weight": torch.zeros(5, 3, device="meta")}, "weight is on meta"),
+    ],
+)
+def test_bad_input_is_one_clear_line(change, message):
+    inputs = {"hidden": torch.zeros(4, 3), "weight": torch.zeros(5, 3), "targets": torch.zeros(4, dtype=torch.int64)}
+    inputs |= change
+    with pytest.raises(ValueError, match=message) as error:
+        linear_logprob(**inputs)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", [b for b in BACKENDS if b != "reference"])
+def test_index_out_of_range(name):
+    spiral_kernels.force_backend(name, "linear_logprob")
+    try:
+        hidden, weight = torch.zeros(2, 3), torch.zeros(5, 3)
+        for bad in (-1, 5):
+            with pytest.raises(IndexError, match=rf"targets must lie in 0 \.\. 4, found {bad}"):
+                linear_logprob(hidden, weight, torch.tensor([0, bad]))
+        with pytest.raises(IndexError, match=r"row_index must lie in 0 \.\. 1, found 2"):
+            linear_logprob(hidden, weight, torch.tensor([0]), row_index=torch.tensor([2]))
+    finally:
+        spiral_kernels.force_backend(None, "linear_logprob")

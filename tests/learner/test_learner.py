@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from spiral_fast.learner.learner import Learner
+from tests.learner.tiny import (
+    FAMILIES,
+    RAGGED,
+    config,
+    gradient_of_step,
+    largest_difference,
+    loaded,
+    make_rows,
+    plain_gradient,
+    plain_log_probs,
+    plain_logits,
+    plain_loss,
+    plain_peft,
+    weights,
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_gradient_is_the_plain_one(family, temperature):
+    learner = Learner(config(temperature, micro_batch_tokens=40), loaded(family))
+    gradient, stats = gradient_of_step(learner, RAGGED)
+    truth = plain_peft(family)
+    assert largest_difference(gradient, plain_gradient(truth, RAGGED, temperature)) < 1e-12
+    assert stats.loss == pytest.approx(plain_loss(truth, RAGGED, temperature).item(), rel=1e-12)
+    assert stats.micro_batches > 2
+
+
+def test_gradient_agrees_with_finite_differences_at_ratios_far_from_one():
+    learner = Learner(config(0.8), loaded())
+    rows = make_rows([(5, 7), (3, 4), (8, 2)], off_policy=1.0)
+    gradient, stats = gradient_of_step(learner, rows)
+    assert stats.ratio_max > 2
+    generator = torch.Generator().manual_seed(3)
+    direction = {name: torch.randn(g.shape, generator=generator, dtype=g.dtype) for name, g in gradient.items()}
+
+    def loss(step: float) -> float:
+        with torch.no_grad():
+            for name, parameter in learner.parameters.items():
+                parameter.add_(direction[name], alpha=step)
+        return -sum(
+            row.weight * row.credit * np.exp(logp - row.rollout_logp).sum()
+            for row, logp in zip(rows, learner.log_probs(rows), strict=True)
+        )
+
+    h = 1e-5
+    slope = (loss(h) - loss(-2 * h)) / (2 * h)
+    assert slope == pytest.approx(sum((gradient[n] * direction[n]).sum().item() for n in gradient), rel=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_log_probs_at_the_sampling_temperature_on_ragged_lengths(temperature):
+    rows = make_rows([(p, n) for p in (1, 2, 100) for n in (1, 2, 127, 128, 129)])
+    learner = Learner(config(temperature, micro_batch_tokens=500), loaded())
+    truth = plain_peft("qwen3")
+    for row, logp in zip(rows, learner.log_probs(rows), strict=True):
+        expected = plain_log_probs(truth, row, temperature).detach().numpy()
+        np.testing.assert_allclose(logp, expected, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+def test_gradient_does_not_depend_on_the_split(dtype, tolerance):
+    rows = make_rows([(10, 7)] * 8)
+    gradients, splits = [], []
+    for budget in (8 * 16, 4 * 16, 2 * 16, 16):
+        gradient, stats = gradient_of_step(Learner(config(micro_batch_tokens=budget), loaded(dtype=dtype)), rows)
+        gradients.append(gradient)
+        splits.append(stats.micro_batches)
+    assert splits == [2, 2, 4, 8]  # search and aggregation rows are never mixed
+    scale = max(g.abs().max().item() for g in gradients[0].values())
+    assert all(largest_difference(g, gradients[0]) <= tolerance * scale for g in gradients)
+
+
+@pytest.mark.parametrize("lengths", [[(6, 5)] * 4, [(6, 5), (6, 5), (9, 4), (3, 1)]])
+def test_documents_do_not_leak(lengths):
+    rows = make_rows(lengths)
+    learner = Learner(config(), loaded(dtype=torch.float32))
+    before = learner.log_probs(rows)
+    for changed, row in enumerate(rows):
+        other = dataclasses.replace(row, prompt=[t + 1 if t < 40 else t - 1 for t in row.prompt])
+        after = learner.log_probs([*rows[:changed], other, *rows[changed + 1 :]])
+        for index, (a, b) in enumerate(zip(before, after, strict=True)):
+            assert np.array_equal(a, b) == (index != changed)
+
+
+def test_two_updates_are_those_of_plain_adamw():
+    settings = dict(learning_rate=3e-3, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.1, warmup_steps=3)
+    learner = Learner(config(**settings), loaded())
+    truth = plain_peft("qwen3")
+    parameters = [p for p in truth.parameters() if p.requires_grad]
+    adamw = torch.optim.AdamW(parameters, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
+    for update in (1, 2):
+        stats = learner.step(RAGGED)
+        assert stats.policy_version == learner.policy_version == update
+        assert stats.learning_rate == pytest.approx(3e-3 * update / 3)
+        adamw.param_groups[0]["lr"] = 3e-3 * update / 3
+        adamw.zero_grad()
+        plain_loss(truth, RAGGED, 1.0).backward()
+        adamw.step()
+    expected = {name: p.detach() for name, p in truth.named_parameters() if p.requires_grad}
+    assert largest_difference(weights(learner), expected) < 1e-11
+
+
+def test_dead_rows_are_not_computed_and_change_nothing():
+    dead = [dataclasses.replace(row, credit=0.0) for row in make_rows([(30, 20), (4, 4)], seed=9)]
+    with_dead, stats = gradient_of_step(Learner(config(), loaded()), [dead[0], *RAGGED, dead[1]])
+    without, plain_stats = gradient_of_step(Learner(config(), loaded()), RAGGED)
+    assert largest_difference(with_dead, without) == 0
+    assert stats.tokens_computed == plain_stats.tokens_computed == sum(r.computed_tokens for r in RAGGED)
+    assert stats.tokens_logical == plain_stats.tokens_logical + 50 + 8
+    assert (stats.rows, stats.live_rows) == (len(RAGGED) + 2, len(RAGGED))
+
+
+def test_checkpointing_gives_the_same_bits():
+    plain, _ = gradient_of_step(Learner(config(), loaded()), RAGGED)
+    recomputed, _ = gradient_of_step(Learner(config(checkpointing=True), loaded()), RAGGED)
+    assert largest_difference(plain, recomputed) == 0
+
+
+def test_statistics():
+    temperature = 0.7
+    _, stats = gradient_of_step(Learner(config(temperature, micro_batch_tokens=30), loaded()), RAGGED)
+    truth = plain_peft("qwen3")
+    log_ratio = torch.cat(
+        [plain_log_probs(truth, row, temperature) - torch.from_numpy(row.rollout_logp) for row in RAGGED]
+    ).detach()
+    assert stats.logp_gap_mean == pytest.approx(log_ratio.abs().mean().item(), rel=1e-9)
+    assert stats.logp_gap_max == pytest.approx(log_ratio.abs().max().item(), rel=1e-9)
+    assert stats.kl == pytest.approx((log_ratio.exp() - 1 - log_ratio).mean().item(), rel=1e-9)
+    assert stats.ratio_max == pytest.approx(log_ratio.exp().max().item(), rel=1e-9)
+    assert stats.tokens_trained == log_ratio.numel()
+    assert stats.entropy.keys() == {0, 1}
+    for level, entropy in stats.entropy.items():
+        rows = [row for row in RAGGED if row.level == level]
+        laws = torch.cat([(plain_logits(truth, row) / temperature).log_softmax(-1) for row in rows])
+        assert entropy == pytest.approx(-(laws.exp() * laws).sum(-1).mean().item(), rel=1e-9)
+    terms = []
+    for level in (0, 1):
+        gradient = plain_gradient(truth, [row for row in RAGGED if row.level == level], temperature)
+        terms.append(torch.cat([g.flatten() for g in gradient.values()]))
+    assert stats.search_gradient_norm == pytest.approx(terms[0].norm().item(), rel=1e-9)
+    assert stats.aggregation_gradient_norm == pytest.approx(terms[1].norm().item(), rel=1e-9)
+    assert stats.gradient_norm == pytest.approx((terms[0] + terms[1]).norm().item(), rel=1e-9)
+    assert stats.gradient_cosine == pytest.approx(torch.cosine_similarity(*terms, dim=0).item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_one_term_alone_has_no_cosine(level):
+    rows = [row for row in RAGGED if row.level == level]
+    _, stats = gradient_of_step(Learner(config(), loaded()), rows)
+    norms = (stats.search_gradient_norm, stats.aggregation_gradient_norm)
+    assert norms[level] == stats.gradient_norm > 0 and norms[1 - level] == 0
+    assert stats.gradient_cosine is None
+
+
+def test_clipping():
+    free, stats = gradient_of_step(Learner(config(), loaded()), RAGGED)
+    assert (stats.clipped, stats.clip_factor) == (False, 1.0)
+    limit = stats.gradient_norm / 4
+    clipped, stats = gradient_of_step(Learner(config(clip_norm=limit), loaded()), RAGGED)
+    assert stats.clipped and stats.clip_factor == pytest.approx(0.25)
+    assert stats.gradient_norm == pytest.approx(4 * limit)  # before clipping
+    assert largest_difference(clipped, {name: g / 4 for name, g in free.items()}) < 1e-12
+
+
+def _everything(learner: Learner) -> dict[str, torch.Tensor]:
+    state = {
+        f"{name}.{key}": value.clone()
+        for name, parameter in learner.parameters.items()
+        for key, value in learner.optimiser.state[parameter].items()
+    }
+    return state | weights(learner)
+
+
+@pytest.mark.parametrize("fault", ["no rows", "no live row", "infinite ratio", "not a number"])
+def test_a_step_that_cannot_be_made_touches_nothing(fault):
+    learner = Learner(config(weight_decay=0.1, warmup_steps=10), loaded())
+    learner.step(RAGGED)
+    before = _everything(learner)
+    bad = {"infinite ratio": -np.inf, "not a number": np.nan}
+    rows = {"no rows": [], "no live row": [dataclasses.replace(row, credit=0.0) for row in RAGGED]}.get(fault)
+    if rows is None:
+        broken = np.full(len(RAGGED[0].tokens), bad[fault], np.float32)
+        rows = [dataclasses.replace(RAGGED[0], rollout_logp=broken), *RAGGED[1:]]
+    stats = learner.step(rows)
+    assert stats.skipped_reason == {"no rows": "no live row", "no live row": "no live row"}.get(
+        fault, f"loss is {stats.loss}"
+    )
+    assert math.isfinite(stats.loss) == (fault in ("no rows", "no live row"))
+    assert stats.policy_version == learner.policy_version == 1
+    assert largest_difference(_everything(learner), before) == 0
+    assert all(parameter.grad is None for parameter in learner.parameters.values())
+    assert learner.step(RAGGED).learning_rate == pytest.approx(1e-2 * 2 / 10)  # the skipped step did not count
+
+
+def test_supervised_step_is_the_mean_cross_entropy_with_moments_of_its_own():
+    learner = Learner(config(temperature=0.7, micro_batch_tokens=30), loaded())
+    learner.step(RAGGED)
+    truth = plain_peft("qwen3")
+    truth.load_state_dict(learner.policy.model.state_dict())
+    state = {k: v.clone() for k, v in _everything(learner).items() if k.endswith(("exp_avg", "exp_avg_sq", "step"))}
+    logp = torch.cat([plain_log_probs(truth, row, 1.0) for row in RAGGED])
+    loss = learner.supervised_step(RAGGED, learning_rate=1e-2)
+    assert loss == pytest.approx(-logp.mean().item(), rel=1e-12)
+    parameters = [p for p in truth.parameters() if p.requires_grad]
+    adamw = torch.optim.AdamW(parameters, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    (-logp.mean()).backward()
+    adamw.step()
+    expected = {name: p.detach() for name, p in truth.named_parameters() if p.requires_grad}
+    assert largest_difference(weights(learner), expected) < 1e-11
+    after = _everything(learner)
+    assert largest_difference({key: after[key] for key in state}, state) == 0
+    assert learner.policy_version == 2
+    assert learner.supervised_step(RAGGED, learning_rate=1e-2) < loss
+
+
+def test_nothing_of_the_graph_outlives_a_step():
+    learner = Learner(config(micro_batch_tokens=20), loaded())
+    stats = learner.step(RAGGED)
+    gc.collect()
+    tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
+    assert stats.micro_batches > 3 and not [t for t in tensors if t.grad_fn is not None]
+
+
+def test_only_the_adapter_moves():
+    learner = Learner(config(), loaded())
+    before = {name: p.detach().clone() for name, p in learner.policy.named_parameters()}
+    learner.step(RAGGED)
+    for name, parameter in learner.policy.named_parameters():
+        assert torch.equal(parameter, before[name]) == ("lora_" not in name), name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": []}, "row 1: prompt and tokens must not be empty"),
+        ({"tokens": []}, "row 1: prompt and tokens must not be empty"),
+        ({"rollout_logp": None}, "row 1: needs one rollout log-prob for each of its 7 tokens"),
+        ({"rollout_logp": np.zeros(6, np.float32)}, "row 1: needs one rollout log-prob for each of its 7 tokens"),
+        ({"prompt": [3] * 250}, "row 1: 257 tokens exceed the model's context of 256"),
+    ],
+)
+def test_bad_rows_are_named(change, message):
+    learner = Learner(config(), loaded())
+    with pytest.raises(ValueError, match=message):
+        learner.step([RAGGED[0], dataclasses.replace(RAGGED[1], **change)])

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from spiral_fast.config import ConfigError
+from spiral_fast.problems.jsonl import read_jsonl
+
+GOOD = '{"question": "1+1", "answer": "2"}'
+
+
+def write(tmp_path, *lines: str):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def test_rows_keep_order_and_other_keys(tmp_path):
+    rows = [{"q": f"öäü \u2028 {i}", "a": str(i), "name": f"n{i}", "level": i} for i in range(5)]
+    path = write(tmp_path, *(json.dumps(row, ensure_ascii=False) for row in rows), "", "   ")
+    problems = read_jsonl(path, question_field="q", answer_field="a", id_field="name")
+    assert [(p.id, p.question, p.answer, p.data) for p in problems] == [
+        (row["name"], row["q"], row["a"], {"level": row["level"]}) for row in rows
+    ]
+
+
+def test_without_an_id_field_the_id_is_file_and_line(tmp_path):
+    assert [problem.id for problem in read_jsonl(write(tmp_path, GOOD, "", GOOD))] == ["rows.jsonl:1", "rows.jsonl:3"]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"question": "1+1", "answer": ', "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ('["1+1", "2"]', "expected an object"),
+        ('{"question": "1+1"}', "'answer' is missing"),
+        ("{}", "'question' is missing"),
+        ('{"question": "1+1", "answer": ""}', "'answer' is empty"),
+        ('{"question": " \\n", "answer": "2"}', "'question' is empty"),
+        ('{"question": "1+1", "answer": 2}', "'answer' must be a string"),
+        ('{"question": "1+1", "answer": null}', "'answer' must be a string"),
+        ('{"question": "\\ud800", "answer": "2"}', "lone surrogate"),
+    ],
+)
+def test_a_bad_row_names_file_and_line(tmp_path, line, says):
+    path = write(tmp_path, GOOD, line, GOOD)
+    with pytest.raises(ConfigError) as error:
+        read_jsonl(path)
+    assert f"{path}:2: " in str(error.value) and says in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_duplicate_id_names_both_lines(tmp_path):
+    row = '{"id": "x", "question": "1+1", "answer": "2"}'
+    path = write(tmp_path, row, row.replace('"x"', '"y"'), row)
+    with pytest.raises(ConfigError, match=r":3: the id 'x' is that of line 1 too"):
+        read_jsonl(path, id_field="id")
+
+
+def test_files_that_cannot_be_used(tmp_path):
+    with pytest.raises(ConfigError, match="no such file"):
+        read_jsonl(tmp_path / "missing.jsonl")
+    with pytest.raises(ConfigError, match="holds no problem"):
+        read_jsonl(write(tmp_path, "", " "))
+    (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        read_jsonl(tmp_path / "bytes.jsonl")

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import yaml
+
+from spiral_fast.config import Config, ConfigError
+from spiral_fast.record.recorder import Recorder
+from tests.record.run_of_three_steps import config_of, evaluation, make_run, metrics, quiet, rollout
+
+
+def test_files_of_a_run(tmp_path):
+    run = make_run(tmp_path / "deep" / "run")
+    assert Config.model_validate(yaml.safe_load((run / "config.yaml").read_text())) == config_of(run)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert math.isclose(rows[1]["reward/search"], 0.2, rel_tol=1e-6) and rows[1]["problems/live"] == 3
+    assert rows[0]["grad/norm_search"] is None  # NaN is no JSON
+    assert json.loads((run / "eval_after.json").read_text()) == evaluation(0.3)
+    assert json.loads((run / "environment.json").read_text())["packages"]["torch"]
+    assert sorted(file.name for file in run.iterdir()) == [
+        "config.yaml",
+        "environment.json",
+        "eval_after.json",
+        "eval_before.json",
+        "metrics.jsonl",
+        "traces",
+    ]
+
+
+def test_each_step_is_on_disk_before_the_next(tmp_path):
+    with Recorder(tmp_path, config_of(tmp_path), quiet()[0]) as record:
+        for step in (1, 2):
+            record.metrics(step, metrics(step))
+            assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == step
+
+
+def test_a_folder_that_holds_a_run_is_refused_and_untouched(tmp_path):
+    make_run(tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_text()
+    with pytest.raises(ConfigError, match=r"^run_dir: .* already holds a run") as error:
+        Recorder(tmp_path, config_of(tmp_path, seed=1), quiet()[0])
+    assert "\n" not in str(error.value) and (tmp_path / "metrics.jsonl").read_text() == before
+
+
+def test_traces_can_be_off(tmp_path):
+    config = config_of(tmp_path, record={"traces": False})
+    with Recorder(tmp_path, config, quiet()[0]) as record:
+        record.traces(1, [rollout()])
+    assert not (tmp_path / "traces").exists()
+
+
+def test_console_says_step_evaluation_and_warning(tmp_path):
+    console, text = quiet()
+    with Recorder(tmp_path, config_of(tmp_path), console) as record:
+        record.evaluation("before", evaluation(0.2))
+        record.metrics(1, metrics(1) | {"logp_gap/mean": 0.2, "learning_rate": 6e-4})
+        record.metrics(2, {"skipped": "no live row"})
+    lines = text.getvalue().splitlines()
+    assert lines[1].startswith("evaluation before:  pass@1 0.200  pass@4 0.400  majority@4 0.300  RSA step 0 0.200")
+    step = lines[2]
+    for part in ("step 1/3", "search 0.100", "aggregation 0.200", "live 3 dead 1", "250 tok/s", "lr 0.0006", "gap 0.2"):
+        assert part in step
+    assert "record.logp_gap_warning" in lines[3]
+    assert lines[4] == "step 2/3  update skipped: no live row"

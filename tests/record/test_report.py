@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import json
+import shutil
+from html.parser import HTMLParser
+
+import pytest
+import yaml
+
+from spiral_fast.config import ConfigError
+from spiral_fast.record.charts import CHARTS
+from spiral_fast.record.report import write_report
+from tests.record.run_of_three_steps import config_of, make_run
+
+
+class Page(HTMLParser):
+    """Tags, attributes that could load something, and the text of a page."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.tags, self.links, self.words = [], [], []
+        self.feed(html)
+        self.text = " ".join(self.words)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.links += [value for name, value in attributes if name in ("src", "href", "xlink:href", "data", "onerror")]
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    return make_run(tmp_path_factory.mktemp("runs") / "finished")
+
+
+def read(run) -> Page:
+    path = write_report(run)
+    assert path == run / "report.html"
+    return Page(path.read_text())
+
+
+def test_headline_charts_and_traces(finished):
+    page = read(finished)
+    assert "incomplete" not in page.text
+    rows = page.text
+    for cell in ("pass@1", "0.200", "0.300", "+0.100", "RSA step 1", "prompt tokens not computed", "75.0%"):
+        assert cell in rows
+    for title in ("Reward by level", "Problems per step", "Gradient norm", "Time by phase"):
+        assert title in page.text
+    assert page.tags.count("svg") == 6 + 3  # charts with data, figures of the evaluations
+    assert "aggregation 1 of set 0 (search traces 0, 2)" in page.text and "search trace 2" in page.text
+    assert "problem p<0>" in page.text and "Reference answer: 4<2" in page.text
+
+
+def test_one_file_without_network_and_hostile_text_stays_text(finished):
+    page = read(finished)
+    assert all(link.startswith("#") for link in page.links), page.links
+    assert not {"script", "img", "link", "iframe", "object"} & set(page.tags)
+    assert "<script>alert(1)</script>" in page.text  # shown, not run
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_run_stopped_midway_says_so(tmp_path, steps):
+    make_run(tmp_path / "run", steps, finished=False)
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "reward/sea')  # killed while writing
+    page = read(tmp_path / "run")
+    assert f"incomplete: it made {steps} of 3 steps; the evaluation after is missing" in page.text
+    assert ("Reward by level" in page.text) == bool(steps)
+
+
+def test_a_run_killed_before_anything_was_measured(tmp_path):
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config_of(tmp_path).model_dump(mode="json")))
+    assert "it made 0 of 3 steps" in read(tmp_path).text
+
+
+def test_skipped_steps_and_a_wide_gap_are_pointed_out(finished, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows[1] |= {"skipped": "no live row", "logp_gap/mean": 0.5}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = read(run).text
+    assert "1 steps made no update: no live row" in text and "In 1 steps (first: 2)" in text
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path):
+    make_run(tmp_path / "run")
+    file = tmp_path / "run" / "metrics.jsonl"
+    file.write_text("{\n" + file.read_text())
+    with pytest.raises(ConfigError, match="metrics.jsonl, line 1: not JSON"):
+        write_report(tmp_path / "run")
+
+
+def test_no_run_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match="holds no run"):
+        write_report(tmp_path)
+
+
+def test_chart_titles_are_distinct():
+    assert len({chart.title for chart in CHARTS}) == len(CHARTS)

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import pytest
+
+from spiral_fast.rewards import Verdict
+from spiral_fast.rewards.exact import ExactGrader
+from spiral_fast.trace import Problem
+
+
+@pytest.mark.parametrize(
+    ("reference", "text", "verdict"),
+    [
+        ("12", "\\boxed{12}", Verdict(1.0, "correct", "12")),
+        ("12", "\\boxed{ 12 }", Verdict(1.0, "correct", "12")),
+        ("a b", "\\boxed{a \n  b}", Verdict(1.0, "correct", "a b")),
+        ("12", "\\boxed{12.0}", Verdict(0.0, "wrong", "12.0")),
+        ("12", "\\boxed{12} or \\boxed{13}", Verdict(0.0, "wrong", "13")),
+        ("12", "12", Verdict(0.0, "wrong", None)),
+        ("12", "\\boxed{}", Verdict(0.0, "wrong", "")),
+    ],
+)
+@pytest.mark.parametrize("finish_reason", ["stop", "length"])
+def test_same_string_in_the_last_box(reference, text, verdict, finish_reason):
+    with ExactGrader() as grader:
+        assert grader.grade([(Problem("p", "q", reference), text, finish_reason)]) == [verdict]
+        assert grader.answer(text) == verdict.answer

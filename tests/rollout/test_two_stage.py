@@ -1,0 +1,100 @@
+"""The two-stage rollout on the real engine with the shipped model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from spiral_fast.config import Config, ConfigError, load_config
+from spiral_fast.rollout.fits import check_fits
+from spiral_fast.rollout.make_engine import make_engine
+from spiral_fast.rollout.two_stage import draw_sets, roll_out
+from spiral_fast.set_up import SetUp, set_up
+from spiral_fast.trace import AGGREGATION, SEARCH
+
+
+def configure(*overrides: str) -> Config:
+    return load_config("configs/demo.yaml", ["problems.train_size=8", "problems.eval_size=4", "threads=1", *overrides])
+
+
+@pytest.fixture(scope="module")
+def parts() -> SetUp:
+    return set_up(configure())
+
+
+def rollouts(parts: SetUp, config: Config, draws: list[int]):
+    engine = make_engine(config, parts.loaded)
+    return roll_out(engine, parts.prompts, [(draw, parts.problems.train[draw]) for draw in draws], config), engine
+
+
+def test_every_trace_has_its_place_and_its_prompt(parts):
+    config = configure()
+    found, engine = rollouts(parts, config, [0, 1, 2])
+    rollout = config.rollout
+    for draw, result in enumerate(found):
+        assert result.draw == draw and result.problem is parts.problems.train[draw]
+        assert [trace.key.index for trace in result.search] == list(range(rollout.n_search))
+        assert result.sets.shape == (rollout.n_sets, rollout.set_size)
+        assert all(trace.key.level == SEARCH and trace.key.set == -1 for trace in result.search)
+        for k, group in enumerate(result.aggregation):
+            prompt = parts.prompts.aggregation(result.problem, [result.search[i].tokens for i in result.sets[k]])
+            assert [trace.key[1:] for trace in group] == [(AGGREGATION, k, j) for j in range(rollout.n_aggregations)]
+            assert all(trace.prompt == prompt for trace in group)
+        for trace in result.traces():
+            assert len(trace.logp) == len(trace.tokens) > 0
+            assert (trace.tokens[-1] in parts.loaded.eos_token_ids) == (trace.finish_reason == "stop")
+    assert len({tuple(trace.tokens) for trace in found[0].search}) > 1  # siblings differ
+    prompts = [trace.prompt for result in found for trace in result.traces()]
+    assert engine.counts.prompt == sum(map(len, prompts))
+    # Every distinct prefix of the step's prompts is computed once.
+    distinct = {tuple(prompt[: i + 1]) for prompt in prompts for i in range(len(prompt))}
+    assert engine.counts.computed == len(distinct)
+
+
+def test_traces_do_not_depend_on_the_other_problems_of_the_round(parts):
+    config = configure()
+    together, _ = rollouts(parts, config, [0, 1, 2, 3])
+    alone, _ = rollouts(parts, config, [2])
+    assert [t.tokens for t in together[2].traces()] == [t.tokens for t in alone[0].traces()]
+    assert (together[2].sets == alone[0].sets).all()
+
+
+def test_another_draw_of_the_same_problem_gives_other_traces(parts):
+    config = configure()
+    engine = make_engine(config, parts.loaded)
+    problem = parts.problems.train[0]
+    first, second = roll_out(engine, parts.prompts, [(0, problem), (8, problem)], config)
+    assert [t.tokens for t in first.search] != [t.tokens for t in second.search]
+
+
+@pytest.mark.parametrize("sampler", ["uniform", "ordered", "balanced"])
+def test_sets_follow_the_sampler_and_repeat_for_the_same_draw(parts, sampler):
+    config = configure(f"rollout.set_sampler={sampler}")
+    (result,), _ = rollouts(parts, config, [1])
+    assert (draw_sets(result, config) == result.sets).all()
+    if sampler == "balanced":
+        assert (np.bincount(result.sets.ravel(), minlength=8) == 2).all()
+    result.draw += 1
+    assert (draw_sets(result, config) != result.sets).any()
+
+
+def test_without_sets_there_is_no_aggregation(parts):
+    overrides = ["problems.train_size=8", "problems.eval_size=4", "threads=1"]
+    config = load_config("configs/demo_grpo.yaml", overrides)
+    (result,), _ = rollouts(parts, config, [0])
+    assert len(result.search) == 24 and result.aggregation == [] and len(result.sets) == 0
+
+
+def test_progress_reaches_the_whole(parts):
+    config, seen = configure(), []
+    engine = make_engine(config, parts.loaded)
+    roll_out(engine, parts.prompts, [(0, parts.problems.train[0])], config, lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (24, 24) and all(a < b for (a, _), (b, _) in zip(seen, seen[1:], strict=False))
+
+
+def test_what_could_overflow_the_context_is_refused_by_name(parts):
+    worst = check_fits(configure(), parts.prompts, parts.problems.train, parts.loaded.max_context)
+    longest = worst.aggregation_prompt + 24
+    assert worst.longest == longest == check_fits(configure(), parts.prompts, parts.problems.train, longest).longest
+    with pytest.raises(ConfigError, match=rf"rollout.aggregation_max_new_tokens: 24 cannot be used.*\({longest} tokens\)"):
+        check_fits(configure(), parts.prompts, parts.problems.train, longest - 1)

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spiral_fast.config import Config, ConfigError, known_keys, load_config
+
+CONFIGS = sorted(Path("configs").glob("*.yaml"))
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_config("configs/demo.yaml", list(overrides))
+    message = str(error.value)
+    assert "\n" not in message
+    assert message.startswith("configs/demo.yaml: ")
+    return message.removeprefix("configs/demo.yaml: ")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_shipped_config_is_valid(path):
+    load_config(path)
+
+
+def test_config_does_not_import_torch():
+    code = "import sys, spiral_fast.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_every_field_is_described():
+    def undescribed(section, prefix=""):
+        for name, field in section.model_fields.items():
+            if hasattr(field.annotation, "model_fields"):
+                yield from undescribed(field.annotation, f"{prefix}{name}.")
+            elif not field.description:
+                yield prefix + name
+
+    assert list(undescribed(Config)) == []
+    assert len(known_keys()) > 50
+
+
+@pytest.mark.parametrize(
+    ("override", "start"),
+    [
+        ("learner.stps=3", "learner.stps: unknown key; did you mean learner.steps?"),
+        ("rollot.n_sets=3", "rollot: unknown key; did you mean rollout?"),
+        ("n_search=3", "n_search: unknown key; did you mean rollout.n_search?"),
+        ("learner.learning_rate=abc", "learner.learning_rate: 'abc' is not allowed: "),
+        ("learner.learning_rate=.nan", "learner.learning_rate: nan is not allowed: "),
+        ("learner.steps=-1", "learner.steps: -1 is not allowed: input should be greater than 0"),
+        ("seed=1.5", "seed: 1.5 is not allowed: input should be a valid integer"),
+        ("credit=3", "credit: 3 is not allowed: "),
+        ("problems.source=hub", "problems.source: 'hub' is not allowed: input should be 'jsonl', 'chain_sum' or 'parts'"),
+    ],
+)
+def test_one_line_names_key_value_and_what_is_allowed(override, start):
+    assert refused(override).startswith(start)
+
+
+def test_union_names_both_alternatives():
+    message = refused("credit.search_weight=foo")
+    assert "valid number" in message and "'unbiased'" in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["model.lora.dropout=0.1"], "model.lora.dropout"),
+        (["rollout.top_p=0.9"], "rollout.top_p"),
+        (["rollout.top_k=50"], "rollout.top_k"),
+        (["rollout.min_p=0.1"], "rollout.min_p"),
+        (["rollout.n_sets=1"], "rollout.n_sets"),
+        (["rollout.set_size=8"], "rollout.set_size"),
+        (["rollout.set_size=9"], "rollout.set_size"),
+        (["rollout.n_aggregations=1"], "rollout.n_aggregations"),
+        (["rollout.n_sets=71"], "rollout.n_sets"),
+        (["rollout.set_sampler=balanced", "rollout.n_sets=3"], "rollout.set_sampler"),
+        (["rollout.member_order=shared_first"], "rollout.member_order"),
+        (["rollout.member_order=shared_first", "rollout.set_sampler=ordered"], "rollout.member_order"),
+        (["credit.algorithm=grpo"], "rollout.n_sets"),
+        (["credit.search_target_length=24"], "credit.search_target_length"),
+        (
+            ["credit.algorithm=grpo", "credit.search_weight=unbiased"]
+            + [f"rollout.{key}=0" for key in ("n_sets", "set_size", "n_aggregations")],
+            "credit.search_weight",
+        ),
+        (["learner.kl_coef=0.1"], "learner.kl_coef"),
+        (["learner.entropy_coef=0.1"], "learner.entropy_coef"),
+        (["problems.source=jsonl"], "problems.train_file"),
+        (["problems.source=chain_sum"], "problems.source"),
+        (["evaluate.samples=32"], "evaluate.pass_at"),
+        (["evaluate.rsa.set_size=9"], "evaluate.rsa.set_size"),
+    ],
+)
+def test_what_cannot_be_run_exactly_is_refused_by_name(overrides, key):
+    message = refused(*overrides)
+    assert message.startswith(f"{key}: "), message
+    assert "cannot be used: " in message
+
+
+def test_ordered_allows_more_sets_than_uniform():
+    assert load_config("configs/demo.yaml", ["rollout.set_sampler=ordered", "rollout.n_sets=71"])
+
+
+def test_balanced_may_share_first():
+    overrides = ["rollout.set_sampler=balanced", "rollout.member_order=shared_first"]
+    assert load_config("configs/demo.yaml", overrides).rollout.member_order == "shared_first"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, "no such file"),
+        ("a: [1", "not valid YAML"),
+        ("- 1\n- 2\n", "expected keys and values at the top level, found list"),
+        ("", "expected keys and values at the top level, found NoneType"),
+        ("problems: {source: parts}\nmodel: {path: x}\n", "run_dir: missing; folder the run is written to"),
+    ],
+)
+def test_bad_files(tmp_path, text, expected):
+    path = tmp_path / "c.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    message = str(error.value)
+    assert message.startswith(f"{path}: ") and expected in message and "\n" not in message
+
+
+@pytest.mark.parametrize("override", ["learner.steps", "=3", "seed.a=3", "seed=[1"])
+def test_bad_overrides(override):
+    with pytest.raises(ConfigError) as error:
+        load_config("configs/demo.yaml", [override])
+    assert str(error.value).startswith(repr(override))
+
+
+def test_override_wins():
+    assert load_config("configs/demo.yaml", ["learner.steps=7", "credit.search_weight=unbiased"]).learner.steps == 7
