@@ -30,6 +30,11 @@ def register_backends(operation: str, backends: dict[str, WhyNot]) -> None:
     _operations[operation] = backends
 
 
+def operations() -> list[str]:
+    """Names of the operations that have backends."""
+    return list(_operations)
+
+
 def available_backends(
     operation: str, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
 ) -> dict[str, str | None]:
