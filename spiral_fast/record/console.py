@@ -36,7 +36,8 @@ class Console:
         return self
 
     def __exit__(self, *_) -> None:
-        self.bars.stop()
+        if self.live:
+            self.bars.stop()
 
     def line(self, text: str) -> None:
         self.rich.print(text, markup=False, soft_wrap=True)

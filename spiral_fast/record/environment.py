@@ -19,8 +19,6 @@ PACKAGES = (
     "tokenizers",
     "math-verify",
     "reasoning-gym",
-    "sglang",
-    "flash-attn",
 )
 
 
