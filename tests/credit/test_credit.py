@@ -61,6 +61,10 @@ def test_grpo_zero_exactly_where_the_fraction_is(n):
         assert [f == 0 for f in found] == [e == 0 for e in expected]
 
 
+def test_grpo_large_integers_are_compared_exactly():
+    assert grpo_credits(np.array([10.0**10, 10.0**10 + 1])).tolist() == [-0.5, 0.5]
+
+
 def test_grpo_real_rewards_use_the_tolerance():
     assert not grpo_credits(np.array([0.1 + 0.2, 0.3, 0.3])).any()
     assert grpo_credits(np.array([0.3 + 1e-7, 0.3, 0.3])).all()

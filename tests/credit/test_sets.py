@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spiral_fast.credit.sets import multiplicity, sample_sets, shared_first
+from spiral_fast.credit.sets import _balance, multiplicity, sample_sets, shared_first
 from tests.credit.choices import distribution
 
 
@@ -50,6 +50,29 @@ def test_balanced_is_symmetric_under_relabelling_of_the_traces(n_search, set_siz
     for relabel in permutations(range(n_search)):
         moved = {frozenset(tuple(sorted(relabel[i] for i in s)) for s in f): p for f, p in found.items()}
         assert moved == found
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        [(0, 1), (0, 2), (0, 3), (0, 4), (1, 2)],
+        [(0, 1, 2), (0, 1, 3), (0, 2, 3), (0, 4, 5)],
+        [(0, 1), (2, 3), (0, 2), (0, 3), (1, 2), (4, 5)],
+    ],
+)
+def test_balancing_commutes_with_relabelling(start):
+    """The distribution of what the exchanges make of a family moves along with the names of its traces."""
+    n_search = 1 + max(max(members) for members in start)
+
+    def balanced(family):
+        return distribution(lambda rng: frozenset(_balance(list(family), n_search, rng)))
+
+    start = [frozenset(members) for members in start]
+    found = balanced(start)
+    assert len(found) > 1
+    for relabel in list(permutations(range(n_search)))[1::7]:
+        moved = {frozenset(frozenset(relabel[i] for i in s) for s in f): p for f, p in found.items()}
+        assert balanced([frozenset(relabel[i] for i in members) for members in start]) == moved
 
 
 shapes = st.integers(2, 9).flatmap(
