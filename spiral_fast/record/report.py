@@ -81,22 +81,43 @@ def _status(run: RunFolder) -> str:
 
 
 def _evaluations(run: RunFolder) -> str:
+    """Before beside after with their intervals; the figures lay every evaluation over the others."""
     if not run.evaluations:
         return ""
-    columns = {label: headline(result) for label, result in run.evaluations.items()}
-    shown = [label for label in ("before", "after") if label in columns] or list(columns)
+    shown = [label for label in ("before", "after") if label in run.evaluations] or list(run.evaluations)
+    numbers = {label: headline(run.evaluations[label]) | _habits(run.evaluations[label]) for label in shown}
+    intervals = {label: headline(run.evaluations[label]["intervals"]) for label in shown}
     compare = shown == ["before", "after"]
     rows = []
-    for name in dict.fromkeys(name for label in shown for name in columns[label]):
-        values = [columns[label].get(name) for label in shown]
-        cells = ["" if value is None else f"{value:.3f}" for value in values]
+    for name in dict.fromkeys(name for label in shown for name in numbers[label]):
+        values = [numbers[label].get(name) for label in shown]
+        cells = [_with_interval(value, intervals[label].get(name)) for label, value in zip(shown, values, strict=True)]
         if compare:
             cells.append("" if None in values else f"{values[1] - values[0]:+.3f}")
         rows.append([name, *cells])
-    table = _table(["share of problems", *shown, *(["change"] if compare else [])], rows)
+    table = _table(["", *shown, *(["change"] if compare else [])], rows)
     pictures = _gallery(svg(figure) for figure in figures(run.evaluations).values())
-    problems = next(iter(run.evaluations.values())).get("problems", "?")
-    return f"<h2>Evaluation</h2>\n<p>{problems} problems.</p>\n{table}\n{pictures}"
+    first = run.evaluations[shown[0]]
+    return (
+        f"<h2>Evaluation</h2>\n<p>{first['problems']} problems, {first['samples']} search traces each. "
+        "pass@k, majority@k and RSA (recursive self-aggregation) are shares of problems with "
+        f"{first['intervals']['level']:.0%} bootstrap intervals over the problems.</p>\n{table}\n{pictures}"
+    )
+
+
+def _habits(evaluation: dict) -> dict[str, float]:
+    """How the search traces of an evaluation look, whatever their reward."""
+    return {
+        "distinct answers per problem": evaluation["distinct_answers"],
+        "search entropy, nats per token": evaluation["search_entropy"],
+        "search length, tokens": evaluation["stages"][0]["mean_length"],
+    }
+
+
+def _with_interval(value: float | None, interval: list[float] | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3f}" + (f" [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else "")
 
 
 def _totals(run: RunFolder) -> str:

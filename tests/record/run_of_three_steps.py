@@ -59,10 +59,14 @@ def evaluation(pass_1: float) -> dict:
         "pass_at_k": {"1": pass_1, "4": pass_1 + 0.2},
         "majority_at_k": {"4": pass_1 + 0.1},
         "rsa": [pass_1, pass_1 + 0.3],
+        "distinct_answers": 2.5,
+        "search_entropy": 0.25,
+        "stages": [{"mean_length": 19.0}],
         "intervals": {
             "pass_at_k": {"1": interval, "4": interval},
             "majority_at_k": {"4": interval},
             "rsa": [interval, interval],
+            "level": 0.95,
         },
     }
 

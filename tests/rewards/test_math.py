@@ -23,7 +23,13 @@ def box(reference: str, answer: str):
 
 @pytest.fixture(scope="module")
 def grader():
-    with MathGrader(RewardConfig(timeout_s=1.5, memory_mb=512)) as grader:
+    with MathGrader(RewardConfig(timeout_s=30)) as grader:
+        yield grader
+
+
+@pytest.fixture(scope="module")
+def hasty():
+    with MathGrader(RewardConfig(timeout_s=1, memory_mb=512)) as grader:
         yield grader
 
 
@@ -91,18 +97,18 @@ ADVERSARIAL = {
 
 
 @pytest.mark.parametrize("name", ADVERSARIAL)
-def test_adversarial_answers_end_and_the_next_one_is_graded(grader, name):
-    hostile, good = grader.grade([box("5", ADVERSARIAL[name]), box("5", "10/2")])
+def test_adversarial_answers_end_and_the_next_one_is_graded(hasty, name):
+    hostile, good = hasty.grade([box("5", ADVERSARIAL[name]), box("5", "5")])
     assert hostile.reward == 0.0 and hostile.verdict in ("wrong", "could_not_grade")
     assert (hostile.verdict == "could_not_grade") == bool(hostile.reason)
     assert good.verdict == "correct"
 
 
-def test_a_hanging_grading_is_killed_and_says_so(grader):
-    before = grader._workers[0].process.pid
-    (verdict,) = grader.grade([box("5", ADVERSARIAL["deep nesting"])])
-    assert verdict.verdict == "could_not_grade" and "within 1.5 s" in verdict.reason
-    assert not psutil.pid_exists(before) and grader.grade([box("5", "5")])[0].reward == 1.0
+def test_a_hanging_grading_is_killed_and_says_so(hasty):
+    before = hasty._workers[0].process.pid
+    (verdict,) = hasty.grade([box("5", ADVERSARIAL["deep nesting"])])
+    assert verdict.verdict == "could_not_grade" and "within 1.0 s" in verdict.reason
+    assert not psutil.pid_exists(before) and hasty.grade([box("5", "5")])[0].reward == 1.0
 
 
 def test_memory_is_limited():
@@ -166,5 +172,5 @@ def test_workers_end_with_a_killed_parent(answer):
     time.sleep(0.5)
     parent.kill()
     parent.wait()
-    gone, _ = psutil.wait_procs([worker], timeout=20)
+    gone, _ = psutil.wait_procs([worker], timeout=90)  # the limit is 3 s of CPU; a busy machine stretches them
     assert gone
