@@ -138,31 +138,25 @@ def _check(rewards, reward_offsets, members, member_offsets, trace_offsets, set_
         raise ValueError("members: a set contains the same trace twice")
 
 
-@torch.library.custom_op("spiral_kernels::set_advantages", mutates_args=())
-def _set_advantages(
-    rewards: Tensor,
-    reward_offsets: Tensor,
-    members: Tensor,
-    member_offsets: Tensor,
-    trace_offsets: Tensor,
-    set_offsets: Tensor,
-    search_length: Tensor | None,
-    aggregation_length: Tensor | None,
-    search_target: int | None,
-    aggregation_target: int | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "spiral_kernels::set_advantages",
+    mutates_args=(),
+    schema="(Tensor rewards, Tensor reward_offsets, Tensor members, Tensor member_offsets, Tensor trace_offsets, "
+    "Tensor set_offsets, Tensor? search_length, Tensor? aggregation_length, SymInt? search_target, "
+    "SymInt? aggregation_target) -> (Tensor search, Tensor aggregation, Tensor set, Tensor appearances)",
+)
+def _set_advantages(rewards, *offsets_lengths_and_targets):
     backend = choose_backend("set_advantages", rewards.device, rewards.dtype)
     if backend == "numba":
         from spiral_kernels.set_advantages.numba import set_advantages_numba as run
     else:
         run = set_advantages_reference
-    arrays = (rewards, reward_offsets, members, member_offsets, trace_offsets, set_offsets)
-    *credits, appearances = run(*arrays, search_length, aggregation_length, search_target, aggregation_target)
+    *credits, appearances = run(rewards, *offsets_lengths_and_targets)
     return *(credit.to(_credit_dtype(rewards)) for credit in credits), appearances
 
 
 @_set_advantages.register_fake
-def _(rewards, reward_offsets, members, member_offsets, trace_offsets, set_offsets, *lengths_and_targets):
+def _(rewards, reward_offsets, *_):
     dtype = _credit_dtype(rewards)
     n_traces = torch.library.get_ctx().new_dynamic_size()
     return (
