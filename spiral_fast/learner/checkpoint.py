@@ -49,8 +49,8 @@ def save(learner: Learner, folder: Path) -> None:
 
 @torch.no_grad()
 def restore(learner: Learner, folder: Path) -> None:
-    """Copy adapter, moments and counters of `save` into a learner of the same shape. Raises KeyError naming a tensor
-    that is missing."""
+    """Copy adapter, moments and counters of `save` into a learner of the same shape. Raises ValueError naming a tensor
+    that does not fit."""
     whole = {name: _plain(tensor) for name, tensor in learner.parameters.items()}
     file_key = {
         key: name
@@ -58,6 +58,10 @@ def restore(learner: Learner, folder: Path) -> None:
         for key in get_peft_model_state_dict(learner.policy.model, state_dict={name: whole[name]})
     }
     weights = load_file(folder / "adapter_model.safetensors")
+    for key, name in file_key.items():
+        if key not in weights or weights[key].shape != whole[name].shape:
+            found = tuple(weights[key].shape) if key in weights else "no shape (it is missing)"
+            raise ValueError(f"{folder}: {key!r} has shape {found}, the model expects {tuple(whole[name].shape)}")
     for key, name in file_key.items():
         fsdp.local(learner.parameters[name]).copy_(weights[key])
     moments = load_file(folder / "optimizer.safetensors")

@@ -229,7 +229,7 @@ def test_nothing_of_the_graph_outlives_a_step():
     learner = Learner(config(micro_batch_tokens=20), loaded())
     stats = learner.step(RAGGED)
     gc.collect()
-    tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor)]
+    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
     assert stats.micro_batches > 3 and not [t for t in tensors if t.grad_fn is not None]
 
 

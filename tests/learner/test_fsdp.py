@@ -1,0 +1,69 @@
+"""FSDP needs a process group, so each case runs in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import json, sys
+import torch
+from torch.distributed.tensor import DTensor
+from peft import PeftModel
+from spiral_fast.learner import fsdp
+from spiral_fast.learner.learner import Learner
+from tests.learner.test_engine_agreement import largest_gap, sample
+from tests.learner.tiny import *
+
+checkpointing, folder = json.loads(sys.argv[1]), sys.argv[2]
+plain = Learner(config(micro_batch_tokens=40), loaded(dtype=torch.float32))
+parts = loaded(dtype=torch.float32)
+sharded = Learner(config(micro_batch_tokens=40, fsdp=True, checkpointing=checkpointing), parts)
+prompts = [row.prompt for row in RAGGED]
+out = {"sharded": all(isinstance(p, DTensor) for p in sharded.policy.parameters()), "norms": [], "engine": []}
+for _ in range(2):
+    out["norms"].append([learner.step(RAGGED).gradient_norm for learner in (plain, sharded)])
+    rows = sample(sharded, parts.model, parts.eos_token_ids, prompts, 1.0)
+    out["engine"].append(float(largest_gap(sharded, rows)))
+with sharded.rollout_weights():
+    out["whole"] = not any(isinstance(p, DTensor) for p in sharded.policy.parameters())
+out["sharded_again"] = all(isinstance(p, DTensor) for p in sharded.policy.parameters())
+whole = {name: fsdp.local(p.detach()) for name, p in sharded.parameters.items()}
+out["weights"] = largest_difference(whole, weights(plain))
+sharded.save(folder)
+again = Learner(config(fsdp=True, micro_batch_tokens=40), loaded(dtype=torch.float32, seed=0))
+again.restore(folder)
+out["resumed"] = [vars(learner.step(RAGGED)) for learner in (sharded, again)]
+model = PeftModel.from_pretrained(plain.policy.model.get_base_model(), folder)  # plain peft reads what was saved
+print(json.dumps(out))
+"""
+
+
+@pytest.mark.parametrize(("checkpointing", "launcher"), [(True, True), (False, False)])
+def test_same_update_as_without(tmp_path, checkpointing, launcher):
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    if launcher:  # what torchrun sets
+        env |= dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    command = [sys.executable, "-c", SCRIPT, json.dumps(checkpointing), str(tmp_path / "step")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=100)
+    assert done.returncode == 0, done.stderr[-3000:]
+    out = json.loads(done.stdout.splitlines()[-1])
+    assert out["sharded"] and out["whole"] and out["sharded_again"]
+    for plain, sharded in out["norms"]:
+        assert sharded == pytest.approx(plain, rel=1e-6)
+    assert out["weights"] <= 1e-6
+    assert max(out["engine"]) < 1e-4
+    assert out["resumed"][0] == out["resumed"][1]
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
