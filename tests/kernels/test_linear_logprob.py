@@ -128,7 +128,7 @@ def test_target_in_the_last_and_first_column(backend, small_tiles):
 
 
 @pytest.mark.parametrize("gap", [10.0, 20.0, 40.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [b for b in BACKENDS if b != "reference"])  # float64 itself loses 1 - p at 40
 def test_gradient_survives_p_near_one(name, dtype, gap):
     """1 - p is 1e-4 to 1e-17 here: formed as a difference in the dtype it would be noise or 0."""
@@ -202,7 +202,7 @@ def test_few_rows(backend, rows):
     assert (hidden.grad == 0).all() and hidden.grad.shape == (4, 16)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_repeated_rows_add_up(backend, small_tiles, dtype):
     """A prefix's last token predicts one token per child: its hidden row serves several rows."""
     case = random_case(127, rows=12, dtype=dtype)

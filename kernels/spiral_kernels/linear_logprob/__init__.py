@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from typing import NamedTuple
 
 import torch
@@ -96,6 +98,10 @@ def _row_backend(name: str) -> tiled.RowBackend:
         from spiral_kernels.linear_logprob import native
 
         return native
+    if name == "triton":
+        from spiral_kernels.linear_logprob import triton_rows
+
+        return triton_rows
     return torch_rows
 
 
@@ -174,7 +180,22 @@ def _native_why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     return native_unavailable()
 
 
+def _triton_why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"it takes float32 and bfloat16, not {dtype}"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (it comes with CUDA builds of torch)"
+    if os.environ.get("TRITON_INTERPRET") == "1" and device.type == "cpu":
+        return None if dtype == torch.float32 else "Triton's interpreter computes wrong bfloat16 values"
+    return None if device.type == "cuda" else f"it runs on CUDA only, the tensors are on {device}"
+
+
 register_backends(
     "linear_logprob",
-    {"native": _native_why_not, "torch": lambda device, dtype: None, "reference": lambda device, dtype: None},
+    {
+        "native": _native_why_not,
+        "triton": _triton_why_not,
+        "torch": lambda device, dtype: None,
+        "reference": lambda device, dtype: None,
+    },
 )
