@@ -46,7 +46,7 @@ def _problem(
 ) -> Problem:
     try:
         row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError also for integers of thousands of digits
         raise ConfigError(f"{where}: not JSON ({error}): {_short(line)}") from None
     if not isinstance(row, dict):
         raise ConfigError(f"{where}: expected an object, found {_short(line)}")

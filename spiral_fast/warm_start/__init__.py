@@ -1,0 +1,1 @@
+"""Supervised warm starts: of a run, and of the built-in model."""

@@ -34,6 +34,7 @@ def test_without_an_id_field_the_id_is_file_and_line(tmp_path):
     [
         ('{"question": "1+1", "answer": ', "not JSON"),
         ("[" * 100_000, "not JSON"),
+        ('{"question": "1+1", "answer": "2", "n": ' + "1" * 5000 + "}", "not JSON"),
         ('["1+1", "2"]', "expected an object"),
         ('{"question": "1+1"}', "'answer' is missing"),
         ("{}", "'question' is missing"),
