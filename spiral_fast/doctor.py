@@ -58,8 +58,10 @@ def examine() -> None:
         console.print("torch is missing: nothing else can be said. Install it first: pip install torch")
         return
     console.print(_device_lines(), markup=False)
-    console.print(_backend_table())
+    import spiral_kernels  # noqa: F401  registers the operations
     from spiral_kernels.dispatch import native_unavailable
+
+    console.print(_backend_table())
 
     why_not = native_unavailable()
     console.print(f"native module: {why_not or 'loads'}", markup=False)
@@ -98,15 +100,18 @@ def _backend_table():
     from rich.markup import escape
     from rich.table import Table
 
-    import spiral_kernels
-    from spiral_kernels.dispatch import _operations, choose_backend
+    from spiral_kernels.dispatch import BackendError, _operations, available_backends, choose_backend
 
     table = Table("operation", "device", "backend", "faster ones that cannot serve")
     for operation in sorted(_operations):
         for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
-            dtype = torch.float32
-            able = spiral_kernels.available_backends(operation, device, dtype)
-            chosen = choose_backend(operation, torch.device(device), dtype)
-            faster = [f"{name}: {able[name]}" for name in list(able)[: list(able).index(chosen)] if able[name]]
-            table.add_row(operation, device, chosen, escape("; ".join(faster)) or "none")
+            reasons = available_backends(operation, device)
+            try:
+                chosen = choose_backend(operation, torch.device(device), torch.float32)
+            except BackendError as error:
+                table.add_row(operation, device, "none", escape(str(error)))
+                continue
+            faster = list(reasons)[: list(reasons).index(chosen)]
+            why = "; ".join(f"{name}: {reasons[name]}" for name in faster if reasons[name])
+            table.add_row(operation, device, chosen, escape(why) or "none")
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import signal
 import subprocess
 import sys
@@ -104,6 +105,8 @@ def test_interrupt_says_where_the_run_lies(monkeypatch, tmp_path, began):
 
 def test_eval_names_an_adapter_that_is_no_folder(tmp_path):
     assert "--adapter" in one_error_line(run("eval", DEMO, "--adapter", str(tmp_path / "none")), 2)
+    after_option = run("eval", DEMO, "--adapter", str(tmp_path), "learner.step=3")
+    assert "did you mean learner.steps?" in one_error_line(after_option, 2)
 
 
 def test_report_writes_and_prints_the_path(tmp_path):
@@ -128,11 +131,19 @@ def test_bench_runs_a_suite_of_a_checkout_only(tmp_path):
     assert python(code.format(str(tmp_path))).stdout == "ran\n"
 
 
-def test_doctor_names_backends_and_what_is_missing():
+def test_doctor_names_the_backend_of_each_operation(monkeypatch):
     result = run("doctor")
     assert result.exit_code == 0
     for word in ("torch", "linear_logprob", "set_advantages", "native module:", "CPU:"):
         assert word in result.output
+    monkeypatch.setenv("SPIRAL_KERNELS_BACKEND", "linear_logprob=abacus")
+    assert "no backend 'abacus'" in run("doctor").output
+
+
+def test_doctor_says_what_is_missing_and_how_to_add_it(monkeypatch):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else find_spec(name))
+    assert "missing gguf (GGUF models): pip install 'spiral-fast[train]'" in run("doctor").output
 
 
 @pytest.mark.slow
