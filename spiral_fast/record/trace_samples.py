@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from spiral_fast.record.trace_store import read_traces
+from spiral_fast.record.trace_store import SCHEMA, read_traces
+
+TOKENS = ("prompt", "tokens", "logp")  # large columns nobody reads by eye
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ def sample_traces(run_dir: Path) -> Samples | None:
     if not files:
         return None
     step = int(files[-1].stem.removeprefix("step_"))
-    rows = read_traces(run_dir, step).drop_columns(["tokens", "logp", "prompt"]).to_pylist()
+    rows = read_traces(run_dir, step, [name for name in SCHEMA.names if name not in TOKENS]).to_pylist()
     if not rows:
         return None
     live = [row["draw"] for row in rows if row["credit"] != 0]

@@ -48,11 +48,13 @@ def write_traces(folder: Path, step: int, rollouts: Iterable[ProblemRollout]) ->
     return path
 
 
-def read_traces(run_dir: str | Path, step: int | None = None) -> pa.Table:
-    """The traces of one step, or of all steps, of a run."""
+def read_traces(run_dir: str | Path, step: int | None = None, columns: list[str] | None = None) -> pa.Table:
+    """The traces of one step, or of all steps, of a run; all columns, or the named ones."""
     folder = Path(run_dir) / "traces"
     files = [folder / f"step_{step:06d}.parquet"] if step is not None else sorted(folder.glob("step_*.parquet"))
-    return pa.concat_tables([SCHEMA.empty_table(), *(pq.read_table(file, schema=SCHEMA) for file in files)])
+    columns = columns or SCHEMA.names
+    tables = [pq.read_table(file, schema=SCHEMA, columns=columns) for file in files]
+    return pa.concat_tables([SCHEMA.empty_table().select(columns), *tables])
 
 
 def _row(step: int, rollout: ProblemRollout, trace: Trace) -> dict:
