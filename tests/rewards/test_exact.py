@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from spiral_fast.problems.parts import attempt, make_problem
 from spiral_fast.rewards import Verdict
-from spiral_fast.rewards.exact import ExactGrader
+from spiral_fast.rewards.exact import ExactGrader, PartsGrader
 from spiral_fast.trace import Problem
 
 
@@ -24,3 +25,21 @@ def test_same_string_in_the_last_box(reference, text, verdict, finish_reason):
     with ExactGrader() as grader:
         assert grader.grade([(Problem("p", "q", reference), text, finish_reason)]) == [verdict]
         assert grader.answer(text) == verdict.answer
+
+
+def test_parts_by_its_own_checker():
+    parts = ((1, 2, 3, 6), (1, 1, 1, 1), (9, 1, 1, 7))
+    problem = make_problem("p", parts, variable_length=False)
+
+    def trace(last: tuple[str, str]) -> str:
+        choices = (("+", "+"), ("+", "-"), last)
+        return " ".join(word for row in zip("ABC", parts, choices, strict=True) for word in attempt(*row))
+
+    right, missed = trace(("-", "-")), trace(("-", "+"))
+    items = [(problem, right, "stop"), (problem, missed, "stop"), (problem, right, "length"), (problem, "A +", "stop")]
+    assert PartsGrader().grade(items) == [
+        Verdict(1.0, "correct", "+ + | + - | - -"),
+        Verdict(0.0, "wrong", "+ + | + - | - +"),
+        Verdict(0.0, "wrong", "+ + | + - | - -"),  # no end of sequence
+        Verdict(0.0, "wrong", None),
+    ]
