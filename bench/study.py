@@ -72,9 +72,7 @@ def write(results: dict, out: Path) -> None:
     def figures(algorithm: str, learning_rate: float, figure: Callable, which: str = "after") -> list[float]:
         return [figure(results[algorithm, learning_rate, seed][which]) for seed in SEEDS]
 
-    best = {
-        a: max(LEARNING_RATES, key=lambda lr: mean(figures(a, lr, FIGURES["RSA step 3"]))) for a in ALGORITHMS
-    }
+    best = {a: max(LEARNING_RATES, key=lambda lr: mean(figures(a, lr, FIGURES["RSA step 3"]))) for a in ALGORITHMS}
     cases = [(a, lr) for a in ALGORITHMS for lr in LEARNING_RATES]
     head = ["", "warm start", *(f"{a} {lr:g}" + (" (best)" if best[a] == lr else "") for a, lr in cases)]
     rows = []
@@ -103,7 +101,11 @@ def plot(results: dict, best: dict[str, float], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
-    lines = [("warm start", "before", "spiral", "0.5"), ("SPIRAL", "after", "spiral", "C0"), ("GRPO", "after", "grpo", "C3")]
+    lines = [
+        ("warm start", "before", "spiral", "0.5"),
+        ("SPIRAL", "after", "spiral", "C0"),
+        ("GRPO", "after", "grpo", "C3"),
+    ]
     for label, which, algorithm, colour in lines:
         evaluations = [results[algorithm, best[algorithm], seed][which] for seed in SEEDS]
         ks = sorted(map(int, evaluations[0]["pass_at_k"]))

@@ -1,7 +1,7 @@
-"""The one attention implementation the models run with: whoever calls the model passes an object that knows how to attend.
+"""The one attention implementation the models run with; who calls the model passes an object that knows how to attend.
 
-The learner passes packed documents, the radix engine passes paged keys and values; the transformers modules, their weights and
-their LoRA are the same objects in both.
+The learner passes packed documents, the radix engine paged keys and values; the transformers modules, their weights
+and their LoRA are the same objects in both.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The typed config of a run. Importable without torch.
 
-Each field says its unit and, where the paper (arXiv 2606.23595) has one, its symbol. `load_config` turns every mistake into one
-line that names file, key, value and what is allowed.
+Each field says its unit and, where the paper (arXiv 2606.23595) has one, its symbol. `load_config` turns every mistake
+into one line that names file, key, value and what is allowed.
 """
 
 from __future__ import annotations
@@ -11,11 +11,25 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
+
+def _no_bool(value: Any) -> Any:
+    """YAML's `true` is no number."""
+    if isinstance(value, bool):
+        raise ValueError("a number is needed")
+    return value
+
+
+NoBool = BeforeValidator(_no_bool)
+PositiveInt = Annotated[int, Field(gt=0), NoBool]
+NonNegativeInt = Annotated[int, Field(ge=0), NoBool]
+Number = Annotated[float, NoBool]
+PositiveFloat = Annotated[float, Field(gt=0), NoBool]
+NonNegativeFloat = Annotated[float, Field(ge=0), NoBool]
+Fraction = Annotated[float, Field(ge=0, le=1), NoBool]
+Momentum = Annotated[float, Field(ge=0, lt=1), NoBool]
+Counts = Annotated[list[PositiveInt], Field(min_length=1)]
 
 
 class ConfigError(ValueError):
@@ -28,8 +42,8 @@ class Section(BaseModel):
 
 class LoraConfig(Section):
     rank: PositiveInt = Field(32, description="rank r of the adapter (paper: 32)")
-    alpha: Annotated[float, Field(gt=0)] = Field(32.0, description="the update is scaled by alpha / rank")
-    dropout: float = Field(0.0, description="must be 0: engine and learner would see different policies")
+    alpha: PositiveFloat = Field(32.0, description="the update is scaled by alpha / rank")
+    dropout: Number = Field(0.0, description="must be 0: engine and learner would see different policies")
     target_modules: list[str] | Literal["all-linear"] = Field(
         "all-linear", description="module names the adapter is put on; all-linear = every linear layer but the head"
     )
@@ -64,15 +78,16 @@ class RolloutConfig(Section):
     set_size: NonNegativeInt = Field(4, description="n: search traces in a set")
     n_aggregations: NonNegativeInt = Field(4, description="N2: aggregation traces per set")
     set_sampler: Literal["uniform", "ordered", "balanced"] = Field(
-        "uniform", description="uniform: the paper's; ordered: Prop. 3.1; balanced: every trace in exactly K n / N1 sets"
+        "uniform",
+        description="uniform: the paper's; ordered: Prop. 3.1; balanced: every trace in exactly K n / N1 sets",
     )
     member_order: Literal["index", "shared_first"] = Field(
         "index", description="order of a set's members in the prompt; shared_first needs set_sampler: balanced"
     )
-    temperature: Annotated[float, Field(gt=0)] = Field(1.0, description="sampling temperature (paper: 1.0)")
-    top_p: float = Field(1.0, description="must be 1: only plain temperature sampling keeps the log-probs exact")
-    top_k: int = Field(0, description="must be 0 (off)")
-    min_p: float = Field(0.0, description="must be 0 (off)")
+    temperature: PositiveFloat = Field(1.0, description="sampling temperature (paper: 1.0)")
+    top_p: Number = Field(1.0, description="must be 1: only plain temperature sampling keeps the log-probs exact")
+    top_k: NonNegativeInt = Field(0, description="must be 0 (off)")
+    min_p: Number = Field(0.0, description="must be 0 (off)")
     max_prompt_tokens: PositiveInt = Field(1024, description="longest search prompt, tokens (paper: 1024)")
     search_max_new_tokens: PositiveInt = Field(4096, description="L_max of a search trace, tokens")
     aggregation_max_new_tokens: PositiveInt = Field(4096, description="L_max of an aggregation trace, tokens")
@@ -83,7 +98,7 @@ class RolloutConfig(Section):
 
 class CreditConfig(Section):
     algorithm: Literal["spiral", "grpo"] = Field("spiral", description="how rewards become credits")
-    search_weight: Annotated[float, Field(gt=0)] | Literal["unbiased"] = Field(
+    search_weight: PositiveFloat | Literal["unbiased"] = Field(
         1.0, description="factor on the search credits; 1 = the paper; unbiased = K (N2 - 1) / M"
     )
     search_target_length: PositiveInt | None = Field(
@@ -104,26 +119,26 @@ class BatchConfig(Section):
 
 class LearnerConfig(Section):
     steps: PositiveInt = Field(100, description="optimiser steps of the run")
-    learning_rate: Annotated[float, Field(gt=0)] = Field(2e-5, description="of AdamW (paper: 2e-5)")
-    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="of AdamW")
-    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="of AdamW")
-    eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="of AdamW")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="of AdamW")
+    learning_rate: PositiveFloat = Field(2e-5, description="of AdamW (paper: 2e-5)")
+    beta1: Momentum = Field(0.9, description="of AdamW")
+    beta2: Momentum = Field(0.95, description="of AdamW")
+    eps: PositiveFloat = Field(1e-8, description="of AdamW")
+    weight_decay: NonNegativeFloat = Field(0.0, description="of AdamW")
     warmup_steps: NonNegativeInt = Field(0, description="steps of linear warm-up, then constant")
-    clip_norm: Annotated[float, Field(gt=0)] | None = Field(None, description="gradient norm limit; none = off")
+    clip_norm: PositiveFloat | None = Field(None, description="gradient norm limit; none = off")
     micro_batch_tokens: PositiveInt = Field(16384, description="tokens of one forward and backward")
     loss: Literal["importance_sampling"] = Field(
         "importance_sampling", description="-sum over tokens of exp(logp - rollout logp) credit"
     )
-    kl_coef: float = Field(0.0, description="must be 0 (the paper's value)")
-    entropy_coef: float = Field(0.0, description="must be 0 (the paper's value)")
+    kl_coef: Number = Field(0.0, description="must be 0 (the paper's value)")
+    entropy_coef: Number = Field(0.0, description="must be 0 (the paper's value)")
     checkpointing: bool = Field(False, description="recompute each layer in the backward: less memory, more time")
     fsdp: bool = Field(False, description="shard with FSDP2 fully_shard (world size 1)")
 
 
 class WarmStartConfig(Section):
     steps: NonNegativeInt = Field(0, description="supervised steps on templated answers before step 0; 0 = none")
-    learning_rate: Annotated[float, Field(gt=0)] = Field(1e-3, description="of AdamW, decayed linearly to 0")
+    learning_rate: PositiveFloat = Field(1e-3, description="of AdamW, decayed linearly to 0")
     search_examples: PositiveInt = Field(8, description="search examples per step")
     aggregation_examples: PositiveInt = Field(2, description="aggregation examples per step")
 
@@ -133,9 +148,11 @@ class RewardConfig(Section):
         "auto", description="auto = the task's own; math = math-verify on the last box; exact = same string in the box"
     )
     workers: PositiveInt = Field(1, description="grading processes")
-    timeout_s: Annotated[float, Field(gt=0)] = Field(5.0, description="seconds before a grading is killed")
+    timeout_s: PositiveFloat = Field(5.0, description="seconds before a grading is killed")
     memory_mb: PositiveInt = Field(1024, description="MB one grading may take above a warm process")
-    max_ungradable: Fraction = Field(0.05, description="share of answers of a step that could not be graded: stop above")
+    max_ungradable: Fraction = Field(
+        0.05, description="share of answers of a step that could not be graded: stop above"
+    )
 
 
 class RsaConfig(Section):
@@ -147,8 +164,8 @@ class RsaConfig(Section):
 class EvaluateConfig(Section):
     every: NonNegativeInt = Field(0, description="steps between evaluations; 0 = only before and after")
     samples: PositiveInt = Field(64, description="independent search traces per problem")
-    pass_at: list[PositiveInt] = Field([1, 2, 4, 8, 16, 32, 64], description="k of pass@k, each <= samples")
-    majority_at: list[PositiveInt] = Field([4, 16], description="k of majority@k, each <= samples")
+    pass_at: Counts = Field([1, 2, 4, 8, 16, 32, 64], description="k of pass@k, each <= samples")
+    majority_at: Counts = Field([4, 16], description="k of majority@k, each <= samples")
     rsa: RsaConfig = RsaConfig()
     bootstrap: PositiveInt = Field(1000, description="resamples of the problems for the intervals")
 
@@ -156,14 +173,14 @@ class EvaluateConfig(Section):
 class RecordConfig(Section):
     checkpoint_every: PositiveInt = Field(50, description="steps between checkpoints")
     traces: bool = Field(True, description="write every trace to traces/*.parquet")
-    logp_gap_warning: Annotated[float, Field(gt=0)] = Field(
+    logp_gap_warning: PositiveFloat = Field(
         0.05, description="mean |learner - engine log-prob| of a step above which the run warns"
     )
 
 
 class Config(Section):
     seed: NonNegativeInt = Field(0, description="of everything random in the run")
-    run_dir: str = Field(description="folder the run is written to; must not hold another run")
+    run_dir: str = Field(min_length=1, description="folder the run is written to; must not hold another run")
     threads: NonNegativeInt = Field(0, description="CPU threads of torch; 0 = all cores")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto = cuda where there is one")
     model: ModelConfig
@@ -178,11 +195,23 @@ class Config(Section):
     record: RecordConfig = RecordConfig()
 
 
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which a key given twice is an error; plain YAML keeps the last one silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for index, key in enumerate(keys):
+            if key in keys[:index]:
+                line = node.value[index][0].start_mark.line + 1
+                raise yaml.YAMLError(f"line {line}: the key {key!r} is given twice")
+        return super().construct_mapping(node, deep)
+
+
 def load_config(path: str | Path, overrides: list[str] = ()) -> Config:
     """Read a YAML file, apply `key.sub=value` overrides (values are YAML), validate. Raises ConfigError."""
     path = Path(path)
     try:
-        data = yaml.safe_load(path.read_text())
+        data = yaml.load(path.read_text(), _Loader)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -245,7 +274,11 @@ def refusals(config: Config) -> list[str]:
             refuse("rollout.member_order", "shared_first", why)
     elif rollout.n_sets or rollout.set_size or rollout.n_aggregations:
         key = next(k for k in ("n_sets", "set_size", "n_aggregations") if getattr(rollout, k))
-        refuse(f"rollout.{key}", getattr(rollout, key), "grpo has no aggregation; set n_sets, set_size, n_aggregations to 0")
+        refuse(
+            f"rollout.{key}",
+            getattr(rollout, key),
+            "grpo has no aggregation; set n_sets, set_size, n_aggregations to 0",
+        )
     elif credit.search_weight != 1:
         refuse("credit.search_weight", credit.search_weight, "grpo has no second term to weigh against; remove it")
     elif rollout.n_search < 2:
@@ -327,4 +360,4 @@ def _describe(key: str) -> str:
             return "see docs/config.md"
         section = section.model_fields[parent].annotation
     field = section.model_fields.get(leaf)
-    return (field.description if field and field.description else "a section of keys")
+    return field.description if field and field.description else "a section of keys"

@@ -11,7 +11,7 @@ from spiral_fast.set_up import set_up
 
 
 def dry_run(config: Config) -> None:
-    """Print the resolved config, counts, worst-case lengths and one prompt of each kind. Raises ConfigError as `train` would."""
+    """Print the resolved config, counts, worst-case lengths and one prompt of each kind. Raises what `train` would."""
     parts = set_up(config)
     make_grader(config)
     say = Console(highlight=False, soft_wrap=True)
@@ -30,7 +30,8 @@ def dry_run(config: Config) -> None:
     model = parts.loaded.model
     heading("model")
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    show(f"{type(model.get_base_model()).__name__} on {model.device}: {trained:,} trained of {model.num_parameters():,} parameters")
+    name, total = type(model.get_base_model()).__name__, model.num_parameters()
+    show(f"{name} on {model.device}: {trained:,} trained of {total:,} parameters")
     show(f"end-of-sequence ids {sorted(parts.loaded.eos_token_ids)}, context {parts.loaded.max_context:,} tokens")
     rollout, worst = config.rollout, parts.worst
     heading("lengths, tokens")
@@ -39,14 +40,14 @@ def dry_run(config: Config) -> None:
         show(f"longest aggregation prompt {worst.aggregation_prompt:,} + {rollout.aggregation_max_new_tokens:,} new")
     n_aggregations = rollout.n_sets * rollout.n_aggregations
     ceiling = rollout.n_search * rollout.search_max_new_tokens + n_aggregations * rollout.aggregation_max_new_tokens
-    show(f"sampled per problem: {rollout.n_search} search + {n_aggregations} aggregation traces, at most {ceiling:,} tokens")
+    traces = f"{rollout.n_search} search + {n_aggregations} aggregation traces"
+    show(f"sampled per problem: {traces}, at most {ceiling:,} tokens")
     problem = parts.problems.train[0]
     prompt = parts.prompts.search(problem)
     decode = parts.loaded.tokenizer.decode
     heading(f"search prompt of problem {problem.id}, {len(prompt)} tokens")
     show(decode(prompt))
     if n_aggregations:
-        candidate = parts.loaded.tokenizer.encode(problem.answer, add_special_tokens=False)
-        prompt = parts.prompts.aggregation(problem, [candidate] * rollout.set_size)
-        heading(f"aggregation prompt with the reference answer as every candidate, {len(prompt)} tokens")
+        prompt = parts.prompts.aggregation(problem, [[]] * rollout.set_size)
+        heading(f"aggregation prompt of that problem with empty candidates, {len(prompt)} tokens")
         show(decode(prompt))

@@ -25,7 +25,7 @@ from spiral_fast.warm_start.run import warm_start
 
 
 def train(config: Config) -> Path:
-    """Train one adapter and return the run's folder. What is there at Ctrl-C is saved before KeyboardInterrupt passes on."""
+    """Train one adapter and return the run's folder. At Ctrl-C it saves, then lets KeyboardInterrupt pass."""
     parts = set_up(config)
     prompts, problems, batch_size = parts.prompts, parts.problems, config.batch.live_problems
     learner = Learner(config, parts.loaded)
@@ -35,7 +35,6 @@ def train(config: Config) -> Path:
     draws = ((draw, problems.train[order[draw]]) for draw in itertools.count())
     run = Path(config.run_dir)
     with make_grader(config) as grader, Recorder(run, config) as record:
-        watch = Stopwatch()
 
         def score(drawn) -> list[ProblemRollout]:
             """Sample, grade and credit the problems of one round."""
@@ -43,16 +42,17 @@ def train(config: Config) -> Path:
                 rollouts = roll_out(engine, prompts, drawn, config, record.progress("rollout"))
             with watch("reward"):
                 grade(rollouts, grader, config)
-            for rollout in rollouts:
-                credit(rollout)
+            with watch("credit"):
+                for rollout in rollouts:
+                    credit(rollout)
             return rollouts
 
         def measure(label: str, step: int) -> None:
-            with watch("evaluate"), learner.rollout_weights():
-                engine.set_policy(learner.policy_version)
-                on_progress = record.progress(f"evaluate {label}")
+            engine.set_policy(learner.policy_version)
+            on_progress, timer = record.progress(f"evaluate {label}"), Stopwatch()
+            with learner.rollout_weights():
                 result = evaluate(config, engine, prompts, grader, problems.eval, step=step, progress=on_progress)
-            record.evaluation(label, result)
+            record.evaluation(label, result | timer.metrics())
 
         step = 0
         try:
@@ -88,7 +88,7 @@ def train(config: Config) -> Path:
 
 
 def grade(rollouts: list[ProblemRollout], grader, config: Config) -> None:
-    """Fill reward and verdict of every trace from its completion alone; search rewards are recorded, never credited by SPIRAL."""
+    """Fill reward and verdict of every trace from its completion alone. SPIRAL only records the rewards of search."""
     traces = [(rollout.problem, trace) for rollout in rollouts for trace in rollout.traces()]
     items = [(problem, trace.text, trace.finish_reason) for problem, trace in traces]
     verdicts = grader.grade(items)
@@ -98,7 +98,7 @@ def grade(rollouts: list[ProblemRollout], grader, config: Config) -> None:
 
 
 def loss_rows(live: list[ProblemRollout], config: Config) -> list[Row]:
-    """One row per trace of the live problems, weighted so that the loss is (1/|B|) sum over problems, traces and tokens."""
+    """One row per trace; weights make the loss (1/|B|) sum over the live problems, their traces and tokens."""
     weight = {level: 1.0 / len(live) for level in (0, 1)} if live else {}
     if live:
         weight[SEARCH] *= search_weight(config)

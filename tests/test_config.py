@@ -52,8 +52,15 @@ def test_every_field_is_described():
         ("learner.learning_rate=.nan", "learner.learning_rate: nan is not allowed: "),
         ("learner.steps=-1", "learner.steps: -1 is not allowed: input should be greater than 0"),
         ("seed=1.5", "seed: 1.5 is not allowed: input should be a valid integer"),
+        ("learner.steps=true", "learner.steps: True is not allowed: value error, a number is needed"),
+        ("learner.learning_rate=true", "learner.learning_rate: True is not allowed: value error, a number is needed"),
+        ("evaluate.pass_at=[]", "evaluate.pass_at: [] is not allowed: list should have at least 1 item"),
+        ("run_dir=''", "run_dir: '' is not allowed: string should have at least 1 character"),
         ("credit=3", "credit: 3 is not allowed: "),
-        ("problems.source=hub", "problems.source: 'hub' is not allowed: input should be 'jsonl', 'chain_sum' or 'parts'"),
+        (
+            "problems.source=hub",
+            "problems.source: 'hub' is not allowed: input should be 'jsonl', 'chain_sum' or 'parts'",
+        ),
     ],
 )
 def test_one_line_names_key_value_and_what_is_allowed(override, start):
@@ -115,6 +122,7 @@ def test_balanced_may_share_first():
     [
         (None, "no such file"),
         ("a: [1", "not valid YAML"),
+        ("seed: 1\nmodel: {path: x}\nseed: 2\n", "not valid YAML (line 3: the key 'seed' is given twice)"),
         ("- 1\n- 2\n", "expected keys and values at the top level, found list"),
         ("", "expected keys and values at the top level, found NoneType"),
         ("problems: {source: parts}\nmodel: {path: x}\n", "run_dir: missing; folder the run is written to"),

@@ -18,8 +18,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from spiral_fast.config import Config, ConfigError, load_config
-from spiral_fast.train import loss_rows, train
 from spiral_fast.trace import AGGREGATION, SEARCH, Problem, ProblemRollout, Trace, TraceKey
+from spiral_fast.train import loss_rows, train
 
 SMALL = [
     "learner.steps=2",

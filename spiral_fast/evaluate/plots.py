@@ -60,8 +60,8 @@ def _rsa(evaluations: Mapping[str, dict]) -> Figure:
 
 
 def _axes(title: str, x: str, y: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(6, 4))
+    axes = figure.add_axes((0.11, 0.12, 0.87, 0.8))
     axes.set(title=title, xlabel=x, ylabel=y, ylim=(0, 1))
     axes.grid(alpha=0.3)
     return figure, axes

@@ -33,8 +33,8 @@ def fill_live_batch(
 ) -> LiveBatch:
     """Roll out and credit rounds of problems until `live_problems` are live or `max_rounds` are over.
 
-    `score` samples, grades and credits the problems of one round and keeps their order. The batch may come back short, or empty:
-    the step then goes on with what there is.
+    `score` samples, grades and credits the problems of one round and keeps their order. The batch may come back short,
+    or empty: the step then goes on with what there is.
     """
     batch = LiveBatch()
     while len(batch.live) < live_problems and batch.rounds < max_rounds:

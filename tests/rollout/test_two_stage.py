@@ -88,7 +88,9 @@ def test_without_sets_there_is_no_aggregation(parts):
 def test_progress_reaches_the_whole(parts):
     config, seen = configure(), []
     engine = make_engine(config, parts.loaded)
-    roll_out(engine, parts.prompts, [(0, parts.problems.train[0])], config, lambda done, total: seen.append((done, total)))
+    roll_out(
+        engine, parts.prompts, [(0, parts.problems.train[0])], config, lambda done, total: seen.append((done, total))
+    )
     assert seen[-1] == (24, 24) and all(a < b for (a, _), (b, _) in zip(seen, seen[1:], strict=False))
 
 
@@ -96,5 +98,7 @@ def test_what_could_overflow_the_context_is_refused_by_name(parts):
     worst = check_fits(configure(), parts.prompts, parts.problems.train, parts.loaded.max_context)
     longest = worst.aggregation_prompt + 24
     assert worst.longest == longest == check_fits(configure(), parts.prompts, parts.problems.train, longest).longest
-    with pytest.raises(ConfigError, match=rf"rollout.aggregation_max_new_tokens: 24 cannot be used.*\({longest} tokens\)"):
+    with pytest.raises(
+        ConfigError, match=rf"rollout.aggregation_max_new_tokens: 24 cannot be used.*\({longest} tokens\)"
+    ):
         check_fits(configure(), parts.prompts, parts.problems.train, longest - 1)
