@@ -165,7 +165,7 @@ class EvaluateConfig(Section):
     every: NonNegativeInt = Field(0, description="steps between evaluations; 0 = only before and after")
     samples: PositiveInt = Field(64, description="independent search traces per problem")
     pass_at: Counts = Field([1, 2, 4, 8, 16, 32, 64], description="k of pass@k, each <= samples")
-    majority_at: Counts = Field([4, 16], description="k of majority@k, each <= samples")
+    majority_at: list[PositiveInt] = Field([4, 16], description="k of majority@k, each <= samples; [] = none")
     rsa: RsaConfig = RsaConfig()
     bootstrap: PositiveInt = Field(1000, description="resamples of the problems for the intervals")
 
