@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.rollout.tiny_models import FAMILIES, make_engine, plain_logp, request, tiny_model, tree_prompts
 
 from spiral_fast.rollout.engine import generate
+from tests.rollout.tiny_models import FAMILIES, make_engine, plain_logp, request, tiny_model, tree_prompts
 
 
 def tree_requests(seed: int = 0, siblings: int = 3, **settings):

@@ -77,7 +77,7 @@ def plain_logp(model, request: Request, tokens) -> np.ndarray:
 
 
 def tree_prompts(rng: np.random.Generator, problems: int = 4, sets: int = 3) -> list[list[int]]:
-    """Prompts that share a template, a problem, and candidates: ragged, some a prefix of others, one of a single token."""
+    """Prompts that share a template, a problem, and candidates: ragged, some a prefix of others, one of one token."""
     template = rng.integers(2, VOCABULARY, 7).tolist()
     prompts = [[template[0]], template]
     for _ in range(problems):

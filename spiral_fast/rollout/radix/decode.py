@@ -1,10 +1,10 @@
 """Decode: one token of every running request per forward.
 
-A request's keys are its prompt's, shared by all requests with that prompt, and its own. The queries of a group (requests with one
-prompt) are stacked and attend to the prompt's keys once; the result enters each request's own attention as one more key, whose
-score is the log-sum-exp of the prompt's scores.
+A request's keys are its prompt's, shared by all requests with that prompt, and its own. The queries of a group
+(requests with one prompt) are stacked and attend to the prompt's keys once; the result enters each request's own
+attention as one more key, whose score is the log-sum-exp of the prompt's scores.
 
-    R running requests (rows), G groups, m rows of the largest group, P prompt positions, S own positions, Hq = Hkv g heads
+R running requests (rows), G groups, m rows of the largest group, P prompt positions, S own positions, Hq = Hkv g heads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from spiral_fast.rollout.radix.pool import SCRATCH, Pool
 
 _FIRST_BAND = 128  # prompts up to 128, 512, 2048, ... tokens lie in one rectangle each: padding stays bounded
-_STEP = 32  # own positions a buffer grows by at least
+_FIRST = 32  # own positions of the first buffer
 
 
 class PromptGroups:
@@ -55,7 +55,7 @@ class PromptGroups:
                 buffers[layer] = old[:, :, :longest].index_select(0, index)
 
     def arrange(self, rows: np.ndarray, group: np.ndarray) -> np.ndarray:
-        """Members of the groups: `rows` (n,) with their `group` (n,). Returns each one's place in the (G, m) rectangle."""
+        """`rows` (n,) and the `group` (n,) of each. Returns each one's place in the (G, m) rectangle."""
         device = self.keys[0].device
         order = np.argsort(group, kind="stable")
         counts = np.bincount(group, minlength=len(self.lengths))
@@ -75,17 +75,19 @@ class PromptGroups:
         return place
 
     def attend(self, layer: int, query: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """query (R, Hkv, g, D) -> (G m, Hkv, g, D) and the log-sum-exp (G m, Hkv, g)."""
+        """query (R, Hkv, g, D) -> (G m, Hkv, g, D) and the log-sum-exp (G m, Hkv, g, 1)."""
         keys, values = self.keys[layer], self.values[layer]
         groups, (heads, g, head_dim) = len(keys), query.shape[1:]
         stacked = query.index_select(0, self.rows).view(groups, -1, heads, g, head_dim).transpose(1, 2)
-        scores = torch.matmul(stacked.reshape(groups, heads, -1, head_dim), keys.transpose(2, 3)) * scale
+        scores = torch.matmul(stacked.reshape(groups, heads, -1, head_dim) * scale, keys.transpose(2, 3))
         if self.bias is not None:
             scores += self.bias
-        lse = scores.logsumexp(-1, keepdim=True)
-        out = torch.matmul((scores - lse).exp_(), values)
-        out = out.view(groups, heads, -1, g, head_dim).transpose(1, 2).flatten(0, 1)
-        return out, lse.view(groups, heads, -1, g).transpose(1, 2).flatten(0, 1)
+        highest = scores.amax(-1, keepdim=True)
+        weight = scores.sub_(highest).exp_()
+        total = weight.sum(-1, keepdim=True)
+        out, lse = torch.matmul(weight, values).div_(total), highest.add_(total.log_())
+        out, lse = (x.view(groups, heads, -1, g, x.shape[-1]).transpose(1, 2).flatten(0, 1) for x in (out, lse))
+        return out, lse
 
 
 class DecodeBatch:
@@ -100,14 +102,15 @@ class DecodeBatch:
         self._band = np.empty(0, np.int64)  # (R,) band of each row's prompt
         self._group = np.empty(0, np.int64)  # (R,) its group in that band
         self._length = np.empty(0, np.int64)  # (R,) own positions filled
+        self._limit = np.empty(0, np.int64)  # (R,) own positions it may come to fill
         self._arranged = False
         self._place = torch.empty(0)
 
     def __len__(self) -> int:
         return len(self._band)
 
-    def add(self, paths: list[np.ndarray], members: list[int]) -> None:
-        """New rows at the end: for each prompt (slots of its tokens) so many requests."""
+    def add(self, paths: list[np.ndarray], members: list[int], limits: np.ndarray) -> None:
+        """New rows at the end: for each prompt (slots of its tokens) so many requests; `limits`: new tokens of each."""
         band = np.array([_band(len(path)) for path in paths])
         group = np.empty(len(paths), np.int64)
         for b in np.unique(band):
@@ -116,6 +119,7 @@ class DecodeBatch:
         self._band = np.concatenate([self._band, np.repeat(band, members)])
         self._group = np.concatenate([self._group, np.repeat(group, members)])
         self._length = np.concatenate([self._length, np.zeros(sum(members), np.int64)])
+        self._limit = np.concatenate([self._limit, limits])
         self._reserve()
         self._arranged = False
 
@@ -128,9 +132,14 @@ class DecodeBatch:
             for buffers in (self._keys, self._values):
                 for buffer in buffers:
                     buffer[dst, :, :used] = buffer[src, :, :used]
-            for array in (self._band, self._group, self._length):
+            for array in (self._band, self._group, self._length, self._limit):
                 array[target] = array[source]
-        self._band, self._group, self._length = self._band[:left], self._group[:left], self._length[:left]
+        for name in ("_band", "_group", "_length", "_limit"):
+            setattr(self, name, getattr(self, name)[:left])
+        if not left:
+            self._keys, self._values = (
+                [x.new_zeros((0, x.shape[1], 0, x.shape[3])) for x in b] for b in (self._keys, self._values)
+            )
         for band in list(self._bands):
             rows = self._band == band
             alive = np.unique(self._group[rows])
@@ -170,12 +179,13 @@ class DecodeBatch:
         parts = [groups.attend(layer, query, scale) for groups in self._bands.values()]
         prompt, lse = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts, strict=True))
         prompt, lse = prompt.index_select(0, self._place), lse.index_select(0, self._place)
-        own = torch.matmul(query, self._keys[layer][:rows, :, :used].transpose(2, 3)) * scale
+        scores = torch.matmul(query * scale, self._keys[layer][:rows, :, :used].transpose(2, 3))
         if self._bias is not None:
-            own += self._bias
-        weight = torch.cat([lse[..., None], own], -1).softmax(-1)  # (R, Hkv, g, 1 + S)
-        out = torch.matmul(weight[..., 1:], self._values[layer][:rows, :, :used])
-        out.addcmul_(weight[..., :1], prompt)
+            scores += self._bias
+        highest = torch.maximum(scores.amax(-1, keepdim=True), lse)
+        weight, prompt_weight = scores.sub_(highest).exp_(), lse.sub_(highest).exp_()
+        out = torch.matmul(weight, self._values[layer][:rows, :, :used]).addcmul_(prompt_weight, prompt)
+        out.div_(prompt_weight.add_(weight.sum(-1, keepdim=True)))
         return out.view(1, rows, -1, head_dim)
 
     def _arrange(self) -> None:
@@ -188,18 +198,16 @@ class DecodeBatch:
         self._arranged = True
 
     def _reserve(self) -> None:
-        """Room for every row and one more own position."""
+        """Room for every row and one more own position: by doubling, up to what the rows may come to need."""
         rows, _, positions, _ = self._keys[0].shape
-        need_rows, need_positions = len(self), int(self._length.max(initial=0)) + 1
-        if rows >= need_rows and positions >= need_positions:
+        need = int(self._length.max(initial=0)) + 1
+        if rows >= len(self) and positions >= need:
             return
-        grown_positions = (
-            positions if positions >= need_positions else max(need_positions, positions + _STEP, 2 * positions)
-        )
+        if positions < need:
+            need = max(need, min(max(_FIRST, 2 * positions), int(self._limit.max())))
         for buffers in (self._keys, self._values):
             for layer, old in enumerate(buffers):
-                shape = (max(rows, need_rows), old.shape[1], grown_positions, old.shape[3])
-                buffers[layer] = old.new_zeros(shape)
+                buffers[layer] = old.new_zeros((max(rows, len(self)), old.shape[1], max(positions, need), old.shape[3]))
                 buffers[layer][:rows, :, :positions] = old
 
 

@@ -1,16 +1,16 @@
 """The embedded engine: continuous batching over the learner's own weights with a radix tree of keys and values.
 
-One `step` admits what fits, prefills it, and decodes until a request finishes. A prompt token is run through the model once per
-policy version as long as it stays cached. Generated tokens are not entered into the tree: SPIRAL quotes traces in another
-context, so no later prompt continues one.
+One `step` admits what fits, prefills it, and decodes until a request finishes. A prompt token is run through the model
+once per policy version as long as it stays cached. Generated tokens are not entered into the tree: SPIRAL quotes traces
+in another context, so no later prompt continues one.
 
-Counting. A prompt token is `computed` if it was run through the model for this request, else `cached`. The decoder's output at
-the end of a prompt is kept, so a prompt seen before costs nothing; one that ends inside an earlier prompt's run, where no output
-was kept, computes its last token again (computed 1, cached the rest). Requests admitted together count in order of admission:
-the first with a prefix computes it.
+Counting. A prompt token is `computed` if it was run through the model for this request, else `cached`. The decoder's
+output at the end of a prompt is kept, so a prompt seen before costs nothing; one that ends inside a prompt of an
+*earlier* prefill, where no output was kept, computes its last token again (computed 1, cached the rest). Of requests
+admitted together the first with a prefix computes it.
 
-Memory. `cache_tokens` bounds the prompt tokens in the tree plus `max_new_tokens` of every running request. Decoding also keeps
-one padded copy of each running *distinct* prompt, outside this budget.
+Memory. `cache_tokens` bounds the prompt tokens in the tree plus `max_new_tokens` of every running request. Decoding
+also keeps one padded copy of each *distinct* running prompt, outside this budget.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ class RadixEngine:
         prefill_chunk: int,
         cache_tokens: int,
     ):
-        """model: a transformers causal LM or a peft model around one, on `spiral_fast.attention.ATTENTION`. A model that cannot
-        be served exactly raises ValueError naming the field."""
+        """model: a transformers causal LM, or a peft model around one, on `spiral_fast.attention.ATTENTION`;
+        eos_token_ids: any of them ends a trace; max_running: requests decoded together; prefill_chunk: prompt tokens
+        per forward; cache_tokens: see the module. A model that cannot be served exactly raises ValueError naming the
+        field."""
         self._served = serve(model)
         self._is_eos = np.zeros(self._served.vocabulary, bool)
         self._is_eos[[token for token in eos_token_ids if token < self._served.vocabulary]] = True
@@ -69,13 +71,13 @@ class RadixEngine:
             raise PromptTooLong(request, self.max_context)
         if n + request.max_new_tokens > self._cache_tokens:
             raise ValueError(
-                f"problem {request.key.problem!r}: a prompt of {n} tokens + max_new_tokens {request.max_new_tokens} never fits "
-                f"into rollout.cache_tokens = {self._cache_tokens}; raise it"
+                f"problem {request.key.problem!r}: a prompt of {n} tokens + max_new_tokens {request.max_new_tokens} "
+                f"never fits into rollout.cache_tokens = {self._cache_tokens}; raise it"
             )
         if not n or request.max_new_tokens < 1 or not request.temperature > 0:
             raise ValueError(
-                f"problem {request.key.problem!r}: needs a prompt, max_new_tokens >= 1 and temperature > 0; got {n} tokens, "
-                f"{request.max_new_tokens}, {request.temperature}"
+                f"problem {request.key.problem!r}: needs a prompt, max_new_tokens >= 1 and temperature > 0; got {n} "
+                f"tokens, {request.max_new_tokens}, {request.temperature}"
             )
         if not 0 <= min(request.prompt) <= max(request.prompt) < self._served.vocabulary:
             raise ValueError(
@@ -103,7 +105,7 @@ class RadixEngine:
                 return finished
 
     def set_policy(self, version: int) -> None:
-        """The weights are now those of `version`: forget every cached key and value. RuntimeError while requests are pending."""
+        """The weights are now those of `version`: forget what is cached. RuntimeError while a request is pending."""
         pending = self._n_waiting + len(self._rows)
         if pending:
             raise RuntimeError(f"set_policy({version}) with {pending} requests queued or running; finish them first")
@@ -129,7 +131,7 @@ class RadixEngine:
         self._weights_state = None
 
     def _check_weights(self) -> None:
-        """Keys and values in the cache must come from the weights that read them, by whatever path these are changed."""
+        """Cached keys and values must come from the weights that read them, by whatever path these were changed."""
         state = self._served.weights_state()
         if self._weights_state is not None and state != self._weights_state:
             raise RuntimeError(
@@ -141,7 +143,7 @@ class RadixEngine:
     # Admission and prefill
 
     def _admit(self) -> list[tuple[int, Completion]]:
-        """Admit waiting requests, prompt by prompt in order of arrival, while rows and budget allow; sample their first token."""
+        """Admit requests, prompt by prompt in order of arrival, as rows and budget allow; sample first tokens."""
         room = self._max_running - len(self._rows)
         if self._full or not self._n_waiting or room < min(self._n_waiting, max(1, self._max_running // 8)):
             return []  # a few free rows wait for more of them: a prefill costs a forward however short it is
@@ -171,10 +173,10 @@ class RadixEngine:
         self._count(entries)
         finished, alive = self._sample(rows, hidden, torch.repeat_interleave(torch.tensor(sizes)).to(hidden.device))
         rows.select(np.flatnonzero(alive))
-        running = np.add.reduceat(alive, np.cumsum([0] + sizes[:-1])).tolist()
+        running = np.add.reduceat(alive.astype(np.int64), np.cumsum([0] + sizes[:-1])).tolist()
         paths = [self._tree.path_slots(members[0].node) for members, n in zip(groups, running, strict=True) if n]
         if paths:
-            self._batch.add(paths, [n for n in running if n])
+            self._batch.add(paths, [n for n in running if n], rows.limit)
             self._rows.append(rows)
         return finished
 
@@ -260,7 +262,7 @@ class RadixEngine:
         return out.last_hidden_state[0]
 
     def _sample(self, rows: Rows, hidden: torch.Tensor, row_of: torch.Tensor | None = None):
-        """Sample a token for each row from hidden (R, H), or hidden[row_of]. Returns completions and which rows go on (R,)."""
+        """Sample one token per row from hidden (R, H), or hidden[row_of]. Returns completions, and which rows go on."""
         logits = self._served.head(hidden)
         if row_of is not None:
             logits = logits[row_of]

@@ -16,7 +16,7 @@ _HEAD_CHANGES = ("final_logit_softcapping", "attn_logit_softcapping", "logit_sca
 
 @dataclass(frozen=True)
 class Served:
-    """The parts of a (peft-wrapped) causal language model that the engine calls; the learner's own modules and weights."""
+    """The parts of a (peft-wrapped) causal language model that the engine calls: the learner's own modules."""
 
     model: nn.Module
     decoder: nn.Module  # tokens to hidden states (1, T, H), final norm included
@@ -53,7 +53,7 @@ def serve(model: nn.Module) -> Served:
     for kind in (part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)):
         if kind in _POSITION_DEPENDENT_ROPE:
             raise ValueError(
-                f"{name}: rope_type = {kind!r}: its frequencies depend on the longest position, so cached keys would be wrong"
+                f"{name}: rope_type = {kind!r}: they depend on the longest position, so cached keys would be wrong"
             )
     for field in _HEAD_CHANGES:
         if getattr(config, field, None) not in (None, 1, 1.0):

@@ -1,7 +1,7 @@
 """Prefill: the uncached tokens of many prompts packed into forwards of at most `prefill_chunk` tokens.
 
-Each token's keys and values are written to the pool before anything attends in that layer, and every query reads its whole prefix
-from the pool: a prompt may continue a prefix that another prompt of the same forward computes.
+Each token's keys and values are written to the pool before anything attends in that layer, and every query reads its
+whole prefix from the pool: a prompt may continue a prefix that another prompt of the same forward computes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The radix tree of cached prompts: which slots of the pool hold the keys and values of which token prefix.
 
-Each edge is a run of tokens; one slot per token. Every prompt ends at the end of a node (a run is split where needed), so that a
-node can keep the hidden state of its last token. No tensors here.
+Each edge is a run of tokens; one slot per token. Every prompt ends at the end of a node (a run is split where needed),
+so that a node can keep the hidden state of its last token. Needs no torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 
 class Node:
-    """A run of tokens below `parent`. A node object always ends at the same prefix: splitting puts a new node above it."""
+    """A run of tokens below `parent`. A node always ends at the same prefix: splitting puts a new node above it."""
 
     __slots__ = ("tokens", "slots", "parent", "children", "pins", "last_used", "hidden")
 
@@ -63,7 +63,7 @@ class RadixTree:
         return child
 
     def evict(self, count: int) -> np.ndarray:
-        """Drop least recently used, unpinned nodes, leaves first, until `count` tokens are freed or none is left. Their slots."""
+        """Drop unpinned nodes, leaves first, least recently used first, until `count` tokens are freed. Their slots."""
         leaves = [(node.last_used, id(node), node) for node in self._nodes() if not node.children and not node.pins]
         heapq.heapify(leaves)
         freed: list[np.ndarray] = []
