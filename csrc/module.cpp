@@ -64,5 +64,11 @@ template <typename T> static void define(nb::module_ &m) {
 NB_MODULE(_native, m) {
     define<float>(m);
     define<bfloat16>(m);
-    m.def("instruction_set", &spiral::instruction_set, "Instruction set of the row kernels chosen for this processor.");
+    m.def("instruction_set", &spiral::instruction_set, "Instruction set the row kernels use: avx512, avx2 or base.");
+    m.def(
+        "use_instruction_set",
+        [](const char *name) {
+            if (!spiral::use_instruction_set(name)) throw nb::value_error("this processor or build lacks it");
+        },
+        nb::arg("name"), "Choose a slower instruction set, to compare.");
 }

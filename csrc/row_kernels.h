@@ -42,7 +42,8 @@ namespace base { extern const RowKernels row_kernels; }
 namespace avx2 { extern const RowKernels row_kernels; }
 namespace avx512 { extern const RowKernels row_kernels; }
 
-const RowKernels &row_kernels();  // the fastest this processor can run
-const char *instruction_set();
+const RowKernels &row_kernels();  // the fastest this processor can run, unless another is chosen
+const char *instruction_set();    // of row_kernels(): avx512, avx2 or base
+bool use_instruction_set(const char *name);  // false if this processor or build lacks it; not thread-safe
 
 }  // namespace spiral
