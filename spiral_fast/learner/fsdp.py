@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from spiral_fast.config import ConfigError
+from spiral_fast.learner.packed import pack
 from spiral_fast.learner.policy import Policy
 
 
@@ -34,6 +35,9 @@ def shard(policy: Policy, device: torch.device) -> None:
     for layer in policy.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(policy, mesh=mesh)
+    # FSDP takes the module of the first forward for its root; the engine, which calls the layers, may come before a step.
+    with torch.no_grad():
+        policy(pack([([0], [0])], device), 1.0)
 
 
 @contextmanager

@@ -186,7 +186,7 @@ class Learner:
             betas=(settings.beta1, settings.beta2),
             eps=settings.eps,
             weight_decay=settings.weight_decay,
-            fused=True,
+            fused=False,  # the fused one does not bump the version counters by which an engine sees new weights
         )
 
     def _update(self, optimiser: torch.optim.AdamW, learning_rate: float) -> None:

@@ -233,12 +233,13 @@ def test_nothing_of_the_graph_outlives_a_step():
     assert stats.micro_batches > 3 and not [t for t in tensors if t.grad_fn is not None]
 
 
-def test_only_the_adapter_moves():
+def test_only_the_adapter_moves_and_its_version_counters_show_it():
     learner = Learner(config(), loaded())
-    before = {name: p.detach().clone() for name, p in learner.policy.named_parameters()}
+    before = {name: (p.detach().clone(), p._version) for name, p in learner.policy.named_parameters()}
     learner.step(RAGGED)
     for name, parameter in learner.policy.named_parameters():
-        assert torch.equal(parameter, before[name]) == ("lora_" not in name), name
+        value, version = before[name]
+        assert torch.equal(parameter, value) == (parameter._version == version) == ("lora_" not in name), name
 
 
 @pytest.mark.parametrize(

