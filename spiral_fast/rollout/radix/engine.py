@@ -225,6 +225,7 @@ class RadixEngine:
     def _prefill(self, runs: list[Run], wanted: list[tuple[Node, int]]) -> None:
         if not runs:
             return
+        wanted = sorted(wanted, key=lambda pair: pair[1])
         at = np.array([index for _, index in wanted])
         kept, first = [], 0
         for part in chunks(runs, self._prefill_chunk):
@@ -233,9 +234,8 @@ class RadixEngine:
             inside = at[(at >= first) & (at < first + len(hidden))] - first
             kept.append(hidden[torch.from_numpy(inside).to(hidden.device)])
             first += len(hidden)
-        hidden = torch.cat(kept)
-        for row, k in enumerate(np.argsort(at, kind="stable")):
-            wanted[k][0].hidden = hidden[row]
+        for (node, _), hidden in zip(wanted, torch.cat(kept), strict=True):
+            node.hidden = hidden
 
     # Decode
 
