@@ -38,6 +38,7 @@ def shard(policy: Policy, device: torch.device) -> None:
     # FSDP takes the module of the first forward for its root; the engine, which calls the layers, may come before a step.
     with torch.no_grad():
         policy(pack([([0], [0])], device), 1.0)
+    policy.reshard()
 
 
 @contextmanager
