@@ -100,10 +100,10 @@ def _backend_table():
     from rich.markup import escape
     from rich.table import Table
 
-    from spiral_kernels.dispatch import BackendError, _operations, available_backends, choose_backend
+    from spiral_kernels.dispatch import BackendError, available_backends, choose_backend, operations
 
     table = Table("operation", "device", "backend", "faster ones that cannot serve")
-    for operation in sorted(_operations):
+    for operation in sorted(operations()):
         for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
             reasons = available_backends(operation, device)
             try:
