@@ -10,6 +10,8 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from spiral_fast.attention import ATTENTION
+from spiral_fast.learner import fsdp
+from spiral_fast.learner.policy import Policy
 from spiral_fast.rollout.engine import PromptTooLong, Request, generate
 from spiral_fast.trace import TraceKey
 from tests.rollout.tiny_models import (
@@ -446,3 +448,19 @@ def test_bfloat16_stays_near_the_plain_forward():
         for each, done in zip(requests, generate(make_engine(model), requests), strict=True)
     ]
     assert np.mean(gaps) < 0.03
+
+
+def test_under_fsdp():
+    """Sharded at world size 1, whole while it samples: the same bits, again after a return to shards."""
+    model = tiny_model()
+    requests = tree_requests(siblings=1)
+    plain = generate(make_engine(model), requests)
+    policy = Policy(model)
+    fsdp.shard(policy, torch.device("cpu"))
+    engine = make_engine(model)
+    for version in (1, 2):
+        with fsdp.unsharded(policy):
+            sharded = generate(engine, requests)
+        for one, two in zip(plain, sharded, strict=True):
+            assert one.tokens == two.tokens and np.array_equal(one.logp, two.logp)
+        engine.set_policy(version)
