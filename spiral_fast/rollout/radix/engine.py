@@ -23,7 +23,7 @@ import torch
 
 from spiral_fast.rollout.engine import Completion, PromptTooLong, Request, TokenCounts
 from spiral_fast.rollout.radix.decode import DecodeBatch
-from spiral_fast.rollout.radix.model import serve
+from spiral_fast.rollout.radix.model import WeightsWatch, serve
 from spiral_fast.rollout.radix.pool import Pool
 from spiral_fast.rollout.radix.prefill import Chunk, Run, chunks
 from spiral_fast.rollout.radix.rows import Entry, Rows, fill_holes
@@ -52,7 +52,7 @@ class RadixEngine:
         per forward; cache_tokens: see the module. A model that cannot be served exactly raises ValueError naming the
         field."""
         self._served = serve(model)
-        self._is_eos = np.zeros(self._served.vocabulary, bool)
+        self._is_eos = np.zeros(self._served.vocabulary, bool)  # an id outside the vocabulary is never sampled
         self._is_eos[[token for token in eos_token_ids if token < self._served.vocabulary]] = True
         self.max_context = max_context
         self.counts = TokenCounts()
@@ -128,17 +128,17 @@ class RadixEngine:
         self._n_waiting = 0
         self._reserved = 0  # new tokens the running requests may still ask for, and those they have
         self._full = False  # the first in the queue did not fit, and nothing has finished since
-        self._weights_state = None
+        self._watch: WeightsWatch | None = None  # from the first request under this version on
 
     def _check_weights(self) -> None:
         """Cached keys and values must come from the weights that read them, by whatever path these were changed."""
-        state = self._served.weights_state()
-        if self._weights_state is not None and state != self._weights_state:
+        if self._watch is None:
+            self._watch = WeightsWatch(self._served.model)
+        elif self._watch.changed():
             raise RuntimeError(
                 f"the model's weights or its active adapter changed under policy version {self._version}; "
                 "call set_policy with a new version after each change, when no request is pending"
             )
-        self._weights_state = state
 
     # Admission and prefill
 

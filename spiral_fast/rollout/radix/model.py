@@ -28,13 +28,25 @@ class Served:
     dtype: torch.dtype  # of keys and values
     device: torch.device
 
-    def weights_state(self) -> list[int] | None:
-        """Changes when any weight is changed in place or another adapter is made active. None under FSDP: unknown."""
-        if any(isinstance(module, FSDPModule) for module in self.model.modules()):
-            return None
-        return [hash(str(getattr(self.model, "active_adapter", None)))] + [
-            count for parameter in self.model.parameters() for count in (id(parameter), parameter._version)
-        ]
+
+class WeightsWatch:
+    """Notices that a weight was changed in place, or another adapter made active, since this object was made.
+
+    Blind under FSDP, whose parameters are other objects whenever they are gathered.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+        self._parameters = [] if sharded else list(model.parameters())
+        self._first = self._state()
+
+    def changed(self) -> bool:
+        return self._state() != self._first
+
+    def _state(self) -> tuple[str, list[int]]:
+        adapter = getattr(self._model, "active_adapter", None)
+        return str(adapter), [parameter._version for parameter in self._parameters]
 
 
 def serve(model: nn.Module) -> Served:
