@@ -251,6 +251,25 @@ def test_more_requests_than_rows(exact_model):
     assert engine.step() == []
 
 
+def test_a_failed_step_leaves_nothing_half_done(exact_model):
+    requests = [request([2, 3, 4, 5], seed=s) for s in range(3)]
+    expected = generate(make_engine(exact_model), requests)
+    engine = make_engine(exact_model)
+
+    def fail(*_):
+        raise MemoryError
+
+    for each in requests:
+        engine.add(each)
+    hook = exact_model.get_base_model().model.layers[1].register_forward_hook(fail)
+    with pytest.raises(MemoryError):
+        engine.step()
+    hook.remove()
+    assert engine.step() == []
+    for one, two in zip(expected, generate(engine, requests), strict=True):
+        assert one.tokens == two.tokens and one.computed_tokens == two.computed_tokens
+
+
 # Ends
 
 

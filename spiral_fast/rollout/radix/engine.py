@@ -25,10 +25,10 @@ from spiral_fast.rollout.engine import Completion, PromptTooLong, Request, Token
 from spiral_fast.rollout.radix.decode import DecodeBatch
 from spiral_fast.rollout.radix.model import WeightsWatch, serve
 from spiral_fast.rollout.radix.pool import Pool
-from spiral_fast.rollout.radix.prefill import Chunk, Run, chunks
+from spiral_fast.rollout.radix.prefill import Chunk, Plan, chunks
 from spiral_fast.rollout.radix.rows import Entry, Rows, fill_holes
 from spiral_fast.rollout.radix.sampling import sample, uniforms
-from spiral_fast.rollout.radix.tree import Node, RadixTree
+from spiral_fast.rollout.radix.tree import RadixTree
 
 
 class RadixEngine:
@@ -93,16 +93,23 @@ class RadixEngine:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Completion]]:
-        """Work until at least one request finishes; [] when nothing is queued or running."""
+        """Work until at least one request finishes; [] when nothing is queued or running.
+
+        Whatever fails inside a step drops the cache and everything pending, and passes on.
+        """
         if not self._n_waiting and not len(self._rows):
             return []
         self._check_weights()
-        while True:
-            finished = self._admit()
-            if not finished and len(self._rows):
-                finished = self._decode()
-            if finished:
-                return finished
+        try:
+            finished: list[tuple[int, Completion]] = []
+            while not finished:
+                finished = self._admit()
+                if not finished and len(self._rows):
+                    finished = self._decode()
+            return finished
+        except BaseException:
+            self._flush()  # a forward that failed half way left prompts in the tree without keys and values
+            raise
 
     def set_policy(self, version: int) -> None:
         """The weights are now those of `version`: forget what is cached. RuntimeError while a request is pending."""
@@ -148,13 +155,10 @@ class RadixEngine:
         if self._full or not self._n_waiting or room < min(self._n_waiting, max(1, self._max_running // 8)):
             return []  # a few free rows wait for more of them: a prefill costs a forward however short it is
         groups: list[list[Entry]] = []
-        runs: list[Run] = []
-        wanted: list[
-            tuple[Node, int]
-        ] = []  # nodes whose last hidden state the prefill brings, and its index in the runs
+        plan = Plan()
         while self._waiting and room:
             prompt, queue = next(iter(self._waiting.items()))
-            members = self._place(prompt, queue, room, runs, wanted)
+            members = self._place(prompt, queue, room, plan)
             if not members:
                 self._full = True
                 break
@@ -165,7 +169,7 @@ class RadixEngine:
                 del self._waiting[prompt]
         if not groups:
             return []
-        self._prefill(runs, wanted)
+        self._prefill(plan)
         hidden = torch.stack([members[0].node.hidden for members in groups])
         sizes = [len(members) for members in groups]
         rows = Rows([entry for members in groups for entry in members])
@@ -180,9 +184,7 @@ class RadixEngine:
             self._rows.append(rows)
         return finished
 
-    def _place(
-        self, prompt: tuple[int, ...], queue: deque[Entry], room: int, runs: list[Run], wanted: list
-    ) -> list[Entry]:
+    def _place(self, prompt: tuple[int, ...], queue: deque[Entry], room: int, plan: Plan) -> list[Entry]:
         """Take requests with this prompt off the queue, as many as fit, and give the prompt its place in the tree."""
         node, matched = self._tree.find(prompt)
         node.pins += 1
@@ -205,15 +207,10 @@ class RadixEngine:
         self._reserved += needed - missing
         if missing:
             node = self._tree.extend(node, prompt[matched:], self._pool.allocate(missing))
-            runs.append(Run(np.asarray(prompt[matched:], np.int64), self._tree.path_slots(node)))
-            wanted.append((node, sum(len(run.tokens) for run in runs) - 1))
-        elif node.hidden is None and not any(node is other for other, _ in wanted):
-            at = _index_of_slot(runs, node.slots[-1])
-            if at is None:
-                runs.append(Run(np.asarray(prompt[-1:], np.int64), self._tree.path_slots(node), write=False))
-                at = sum(len(run.tokens) for run in runs) - 1
-                missing = 1
-            wanted.append((node, at))
+            plan.compute(node, self._tree.path_slots(node))
+        elif node.hidden is None and not plan.brings(node):
+            plan.compute_last(node, self._tree.path_slots(node))
+            missing = 1
         for entry in members:
             entry.node = node
             entry.cached = len(prompt)
@@ -222,13 +219,13 @@ class RadixEngine:
         node.pins += len(members)
         return members
 
-    def _prefill(self, runs: list[Run], wanted: list[tuple[Node, int]]) -> None:
-        if not runs:
+    def _prefill(self, plan: Plan) -> None:
+        if not plan.runs:
             return
-        wanted = sorted(wanted, key=lambda pair: pair[1])
+        wanted = sorted(plan.wanted, key=lambda pair: pair[1])
         at = np.array([index for _, index in wanted])
         kept, first = [], 0
-        for part in chunks(runs, self._prefill_chunk):
+        for part in chunks(plan.runs, self._prefill_chunk):
             chunk = Chunk(self._pool, part, self._served.device)
             hidden = self._forward(chunk.tokens, chunk.positions, chunk)
             inside = at[(at >= first) & (at < first + len(hidden))] - first
@@ -297,14 +294,3 @@ class RadixEngine:
         self.counts = TokenCounts(
             counts.prompt + cached + computed, counts.cached + cached, counts.computed + computed, counts.generated
         )
-
-
-def _index_of_slot(runs: list[Run], slot: int) -> int | None:
-    """Where the token with this slot stands among the tokens of the runs."""
-    first = 0
-    for run in runs:
-        found = np.flatnonzero(run.path[run.start :] == slot) if run.write else ()
-        if len(found):
-            return first + int(found[0])
-        first += len(run.tokens)
-    return None

@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from spiral_fast.rollout.radix.pool import SCRATCH, Pool
+from spiral_fast.rollout.radix.tree import Node
 
 _PIECE = 1024  # most queries of one row of a batch: bounds the mask to _PIECE x keys
 _KEYS = 1 << 17  # most keys gathered at once, tokens
@@ -30,6 +31,41 @@ class Run:
     @property
     def start(self) -> int:
         return len(self.path) - len(self.tokens)
+
+
+class Plan:
+    """What one prefill computes: runs of tokens, and the nodes whose last token's hidden state it brings."""
+
+    def __init__(self):
+        self.runs: list[Run] = []
+        self.wanted: list[tuple[Node, int]] = []  # index among the tokens of all runs
+        self._tokens = 0
+
+    def compute(self, node: Node, path: np.ndarray) -> None:
+        """All tokens of a new node; path: slots of its whole prefix."""
+        self._add(node, Run(node.tokens, path))
+
+    def compute_last(self, node: Node, path: np.ndarray) -> None:
+        """The last token of a prefix whose keys and values are there already."""
+        self._add(node, Run(node.tokens[-1:], path, write=False))
+
+    def brings(self, node: Node) -> bool:
+        """Whether the hidden state at the end of `node` comes with a planned run; if so it is wanted."""
+        if any(node is other for other, _ in self.wanted):
+            return True
+        first = 0
+        for run in self.runs:  # `node` may have been split off a run's middle
+            found = np.flatnonzero(run.path[run.start :] == node.slots[-1]) if run.write else ()
+            if len(found):
+                self.wanted.append((node, first + int(found[0])))
+                return True
+            first += len(run.tokens)
+        return False
+
+    def _add(self, node: Node, run: Run) -> None:
+        self.runs.append(run)
+        self._tokens += len(run.tokens)
+        self.wanted.append((node, self._tokens - 1))
 
 
 @dataclass
