@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from spiral_fast.rollout.radix.pool import SCRATCH, Pool
+from spiral_fast.rollout.radix.rows import fill_holes
 
 _FIRST_BAND = 128  # prompts up to 128, 512, 2048, ... tokens lie in one rectangle each: padding stays bounded
 _FIRST = 32  # own positions of the first buffer
@@ -24,35 +25,42 @@ class PromptGroups:
     def __init__(self, pool: Pool):
         self._pool = pool
         heads, head_dim = pool.keys[0].shape[1:]
-        self.keys = [key.new_zeros((0, heads, 0, head_dim)) for key in pool.keys]  # (G, Hkv, P, D) per layer
+        # per layer (at least G, Hkv, at least P, D)
+        self.keys = [key.new_zeros((0, heads, 0, head_dim)) for key in pool.keys]
         self.values = list(self.keys)
         self.lengths = np.empty(0, np.int64)  # (G,) prompt tokens
+        self.longest = 0  # P
         self.rows = torch.empty(0)  # (G m,) row of each member; missing members repeat a row
         self.bias: torch.Tensor | None = None  # (G, 1, 1, P): 0 or -inf; None: no padding
 
     def add(self, paths: list[np.ndarray]) -> np.ndarray:
         """Copy the prompts with these slots out of the pool; returns their group numbers."""
-        device = self.keys[0].device
         held, lengths = len(self.lengths), np.array([len(path) for path in paths])
         slots = np.full((len(paths), lengths.max()), SCRATCH, np.int64)
         for row, path in enumerate(paths):
             slots[row, : len(path)] = path
-        index = torch.from_numpy(slots).to(device)
+        index = torch.from_numpy(slots).to(self.keys[0].device)
         self.lengths = np.concatenate([self.lengths, lengths])
         for buffers, source in ((self.keys, self._pool.keys), (self.values, self._pool.values)):
             for layer, old in enumerate(buffers):
-                new = source[layer][index].transpose(1, 2)
-                buffers[layer] = _stack(old, new) if held else new.contiguous()
+                buffers[layer] = _grown(old, len(self.lengths), slots.shape[1])
+                buffers[layer][held : len(self.lengths), :, : slots.shape[1]] = source[layer][index].transpose(1, 2)
         return np.arange(held, held + len(paths))
 
-    def keep(self, alive: np.ndarray) -> None:
-        """Drop all groups but `alive` (increasing)."""
-        self.lengths = self.lengths[alive]
-        longest = int(self.lengths.max(initial=0))
-        index = torch.from_numpy(alive).to(self.keys[0].device)
-        for buffers in (self.keys, self.values):
-            for layer, old in enumerate(buffers):
-                buffers[layer] = old[:, :, :longest].index_select(0, index)
+    def keep(self, alive: np.ndarray) -> np.ndarray:
+        """Drop the groups not `alive` (G,) bool; returns the new number of each old group that is."""
+        source, target = fill_holes(alive)
+        number = np.arange(len(alive))
+        number[source] = target
+        if len(source):
+            src, dst = (torch.from_numpy(groups).to(self.keys[0].device) for groups in (source, target))
+            used = int(self.lengths[source].max())
+            for buffers in (self.keys, self.values):
+                for buffer in buffers:
+                    buffer[dst, :, :used] = buffer[src, :, :used]
+            self.lengths[target] = self.lengths[source]
+        self.lengths = self.lengths[: int(alive.sum())]
+        return number
 
     def arrange(self, rows: np.ndarray, group: np.ndarray) -> np.ndarray:
         """`rows` (n,) and the `group` (n,) of each. Returns each one's place in the (G, m) rectangle."""
@@ -66,18 +74,18 @@ class PromptGroups:
         members = np.full(len(counts) * m, rows[0], np.int64)
         members[place] = rows
         self.rows = torch.from_numpy(members).to(device)
-        longest = self.keys[0].shape[2]
+        self.longest = int(self.lengths.max())
         self.bias = None
-        if (self.lengths != longest).any():
+        if (self.lengths != self.longest).any():
             lengths = torch.from_numpy(self.lengths).to(device)
-            hidden = torch.arange(longest, device=device) >= lengths[:, None]
+            hidden = torch.arange(self.longest, device=device) >= lengths[:, None]
             self.bias = self.keys[0].new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None, None]
         return place
 
     def attend(self, layer: int, query: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """query (R, Hkv, g, D) -> (G m, Hkv, g, D) and the log-sum-exp (G m, Hkv, g, 1)."""
-        keys, values = self.keys[layer], self.values[layer]
-        groups, (heads, g, head_dim) = len(keys), query.shape[1:]
+        groups, (heads, g, head_dim) = len(self.lengths), query.shape[1:]
+        keys, values = (x[layer][:groups, :, : self.longest] for x in (self.keys, self.values))
         stacked = query.index_select(0, self.rows).view(groups, -1, heads, g, head_dim).transpose(1, 2)
         scores = torch.matmul(stacked.reshape(groups, heads, -1, head_dim) * scale, keys.transpose(2, 3))
         if self.bias is not None:
@@ -141,13 +149,13 @@ class DecodeBatch:
                 [x.new_zeros((0, x.shape[1], 0, x.shape[3])) for x in b] for b in (self._keys, self._values)
             )
         for band in list(self._bands):
-            rows = self._band == band
-            alive = np.unique(self._group[rows])
-            if not len(alive):
+            rows, groups = self._band == band, self._bands[band]
+            alive = np.zeros(len(groups.lengths), bool)
+            alive[self._group[rows]] = True
+            if not alive.any():
                 del self._bands[band]
-            elif len(alive) < len(self._bands[band].lengths):
-                self._bands[band].keep(alive)
-                self._group[rows] = np.searchsorted(alive, self._group[rows])
+            elif not alive.all():
+                self._group[rows] = groups.keep(alive)[self._group[rows]]
         self._arranged = False
 
     def begin_step(self) -> None:
@@ -207,8 +215,7 @@ class DecodeBatch:
             need = max(need, min(max(_FIRST, 2 * positions), int(self._limit.max())))
         for buffers in (self._keys, self._values):
             for layer, old in enumerate(buffers):
-                buffers[layer] = old.new_zeros((max(rows, len(self)), old.shape[1], max(positions, need), old.shape[3]))
-                buffers[layer][:rows, :, :positions] = old
+                buffers[layer] = _grown(old, len(self), need)
 
 
 def _band(length: int) -> int:
@@ -218,9 +225,10 @@ def _band(length: int) -> int:
     return band
 
 
-def _stack(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Two (G, Hkv, P, D) rectangles one below the other, the shorter one padded with zeros."""
-    out = old.new_zeros((len(old) + len(new), old.shape[1], max(old.shape[2], new.shape[2]), old.shape[3]))
-    out[: len(old), :, : old.shape[2]] = old
-    out[len(old) :, :, : new.shape[2]] = new
-    return out
+def _grown(old: torch.Tensor, rows: int, positions: int) -> torch.Tensor:
+    """At least (rows, Hkv, positions, D), new places zero (padding must be finite); `old` itself if large enough."""
+    if old.shape[0] >= rows and old.shape[2] >= positions:
+        return old
+    new = old.new_zeros((max(rows, old.shape[0]), old.shape[1], max(positions, old.shape[2]), old.shape[3]))
+    new[: old.shape[0], :, : old.shape[2]] = old
+    return new
