@@ -12,7 +12,7 @@ import typer
 from spiral_fast.config import Config, ConfigError, load_config
 
 EXAMPLES = """
-Train SPIRAL (arXiv 2606.23595): reinforcement learning of search and aggregation, every token computed once.
+Train SPIRAL (arXiv 2606.23595): reinforcement learning of search and aggregation in one adapter.
 
     spiral-fast doctor                               what is installed
 
