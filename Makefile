@@ -4,14 +4,15 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
-RUN ?= runs/demo
+RUN ?= runs/demo_$(shell date +%Y%m%d_%H%M%S)
 
 .PHONY: demo test setup study clean
 
 setup: $(VENV)/installed
 
 # torch goes first and alone: every other package then accepts the one that is there.
-$(VENV)/installed: pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+# A package added later is only seen after an install.
+$(VENV)/installed: pyproject.toml CMakeLists.txt $(wildcard csrc/*) $(shell find spiral_fast kernels -name __init__.py)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
@@ -25,9 +26,9 @@ demo: setup
 	$(BIN)/spiral-fast train configs/demo.yaml run_dir=$(RUN)
 
 test: setup
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-# The comparison of SPIRAL and GRPO over learning rates and seeds (about two hours on 2 cores): docs/study.md.
+# The comparison of SPIRAL and GRPO over learning rates and seeds (about an hour on 2 cores): docs/study.md.
 study: setup
 	$(BIN)/python -m bench.study
 
