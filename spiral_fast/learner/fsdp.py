@@ -35,7 +35,7 @@ def shard(policy: Policy, device: torch.device) -> None:
     for layer in policy.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(policy, mesh=mesh)
-    # FSDP takes the module of the first forward for its root; the engine, which calls the layers, may come before a step.
+    # FSDP takes the module of the first forward for its root, and the engine, which calls the layers, may be first
     with torch.no_grad():
         policy(pack([([0], [0])], device), 1.0)
     policy.reshard()

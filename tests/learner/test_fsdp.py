@@ -26,6 +26,7 @@ parts = loaded(dtype=torch.float32)
 sharded = Learner(config(micro_batch_tokens=40, fsdp=True, checkpointing=checkpointing), parts)
 prompts = [row.prompt for row in RAGGED]
 out = {"sharded": all(isinstance(p, DTensor) for p in sharded.policy.parameters()), "norms": [], "engine": []}
+out["engine"].append(float(largest_gap(sharded, sample(sharded, parts.model, parts.eos_token_ids, prompts, 1.0))))
 for _ in range(2):
     out["norms"].append([learner.step(RAGGED).gradient_norm for learner in (plain, sharded)])
     rows = sample(sharded, parts.model, parts.eos_token_ids, prompts, 1.0)
