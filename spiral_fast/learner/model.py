@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -52,7 +53,9 @@ def load_model(config: ModelConfig, device: str) -> LoadedModel:
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(f"model.path: {config.path!r} lacks the weight {missing[0]!r} ({len(missing)} missing)")
     model.requires_grad_(False)
-    peft_model = _with_adapter(model, config).to(device).eval()
+    with warnings.catch_warnings():  # peft reads a name that transformers 5.24 renamed
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        peft_model = _with_adapter(model, config).to(device).eval()
     _check_packed(config.path, peft_model)
     return LoadedModel(peft_model, tokenizer, eos_token_ids(model, tokenizer), model.config.max_position_embeddings)
 
