@@ -174,6 +174,7 @@ def test_fsdp_gives_the_same_run(demo, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_two_steps_of_a_real_model(tmp_path):
     overrides = [
         "warm_start.steps=6",
@@ -194,6 +195,30 @@ def test_two_steps_of_a_real_model(tmp_path):
         assert step["logp_gap/mean"] < 0.05  # bfloat16: the packed and the cached forward round differently
         assert step["tokens/computed"] < 0.5 * step["tokens/prompt"]
     assert (run / "report.html").stat().st_size > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_jsonl_file_graded_by_math_verify(tmp_path):
+    for name in ("train", "eval"):
+        rows = [{"question": f"What is {n} + {n} ({name})?", "answer": str(2 * n)} for n in range(1, 5)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    overrides = [
+        f"problems={{source: jsonl, train_file: {tmp_path / 'train.jsonl'}, eval_file: {tmp_path / 'eval.jsonl'}}}",
+        "problems.eval_size=4",
+        "warm_start.steps=0",
+        "learner.steps=1",
+        "batch.live_problems=1",
+        "rollout={n_search: 4, n_sets: 2, set_size: 2, n_aggregations: 2}",
+        "rollout.search_max_new_tokens=24",
+        "rollout.aggregation_max_new_tokens=24",
+        "evaluate={samples: 2, pass_at: [1], majority_at: [], rsa: {steps: 0}, bootstrap: 20}",
+        f"run_dir={tmp_path / 'run'}",
+    ]
+    run = train(load_config("configs/smollm2_cpu.yaml", overrides))
+    (rows,) = (parquet.read_table(path).to_pylist() for path in (run / "traces").iterdir())
+    assert {row["verdict"] for row in rows} <= {"correct", "wrong"} and len(rows) == 8
+    assert metrics(run)[0]["reward/could_not_grade"] == 0
 
 
 def problem_rollout(credits: list[float], levels: list[int]) -> ProblemRollout:
