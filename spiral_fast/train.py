@@ -9,6 +9,7 @@ from pathlib import Path
 from spiral_fast.config import Config
 from spiral_fast.credit import credit_of, search_weight
 from spiral_fast.evaluate import evaluate
+from spiral_fast.interrupts import interrupts_held
 from spiral_fast.learner.learner import Learner, Row
 from spiral_fast.problems import Draws
 from spiral_fast.record.recorder import Recorder
@@ -69,12 +70,14 @@ def train(config: Config) -> Path:
                     max_rounds=config.batch.max_rounds,
                 )
                 with watch("learn"):
-                    stats = learner.step(loss_rows(batch.live, config))
-                engine.set_policy(learner.policy_version)  # no key or value of the old policy is read again
-                step += 1
-                metrics = rollout_metrics(batch, engine.counts - counts) | learner_metrics(stats)
-                record.metrics(step, metrics | watch.metrics() | memory_metrics())
-                record.traces(step, batch.drawn())
+                    stats = learner.accumulate(loss_rows(batch.live, config))
+                with interrupts_held():  # an update and its record belong together
+                    learner.update(stats)
+                    engine.set_policy(learner.policy_version)  # no key or value of the old policy is read again
+                    step += 1
+                    metrics = rollout_metrics(batch, engine.counts - counts) | learner_metrics(stats)
+                    record.metrics(step, metrics | watch.metrics() | memory_metrics())
+                    record.traces(step, batch.drawn())
                 if config.evaluate.every and step % config.evaluate.every == 0 and step < config.learner.steps:
                     measure(f"step_{step:06d}", step)
                 if step % config.record.checkpoint_every == 0 and step < config.learner.steps:

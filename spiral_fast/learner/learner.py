@@ -74,7 +74,12 @@ class Learner:
         self._supervised_optimiser: torch.optim.AdamW | None = None
 
     def step(self, rows: Sequence[Row]) -> StepStats:
-        """One update from the live rows. Skipped, with the reason, if none is live or a number is not finite."""
+        """One update from the live rows: `accumulate`, then `update`."""
+        return self.update(self.accumulate(rows))
+
+    def accumulate(self, rows: Sequence[Row]) -> StepStats:
+        """The clipped gradient of the live rows' loss. If none is live or a number is not finite, the stats say why the
+        update will be skipped."""
         stats = StepStats(policy_version=self.policy_version, rows=len(rows), learning_rate=self._learning_rate())
         stats.tokens_logical = sum(len(row.prompt) + len(row.tokens) for row in rows)
         live = [row for row in rows if row.credit != 0.0]
@@ -104,9 +109,15 @@ class Learner:
             stats.clipped, stats.clip_factor = True, limit / stats.gradient_norm
             for parameter in self.parameters.values():
                 parameter.grad.mul_(stats.clip_factor)
-        self._update(self.optimiser, stats.learning_rate)
-        self.optimiser_steps += 1
-        stats.policy_version = self.policy_version
+        return stats
+
+    def update(self, stats: StepStats) -> StepStats:
+        """AdamW on the accumulated gradient, unless `stats` says to skip it. Takes milliseconds: who must not be
+        interrupted between an update and its record can hold signals around this call."""
+        if stats.skipped_reason is None:
+            self._update(self.optimiser, stats.learning_rate)
+            self.optimiser_steps += 1
+            stats.policy_version = self.policy_version
         return stats
 
     @torch.no_grad()
