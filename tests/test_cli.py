@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -144,21 +143,3 @@ def test_doctor_says_what_is_missing_and_how_to_add_it(monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else find_spec(name))
     assert "missing gguf (GGUF models): pip install 'spiral-fast[train]'" in run("doctor").output
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_a_training_within_seconds_and_leaves_a_run(tmp_path):
-    small = ["evaluate.samples=4", "evaluate.pass_at=[1]", "evaluate.majority_at=[4]", "evaluate.rsa.steps=0"]
-    command = [sys.executable, "-m", "spiral_fast.cli", "train", DEMO, f"run_dir={tmp_path / 'run'}", "threads=1"]
-    training = subprocess.Popen(
-        [*command, "problems.eval_size=4", *small], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    for line in training.stdout:
-        if line.startswith("step   1/160"):
-            break
-    training.send_signal(signal.SIGINT)
-    _, errors = training.communicate(timeout=60)
-    assert training.returncode == 130
-    assert f"interrupted; the run so far lies in {tmp_path / 'run'}" in errors and "Traceback" not in errors
-    assert run("report", str(tmp_path / "run")).exit_code == 0
-    assert list((tmp_path / "run" / "checkpoints").glob("step_*"))

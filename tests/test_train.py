@@ -18,6 +18,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from spiral_fast.config import Config, ConfigError, load_config
+from spiral_fast.record.report import write_report
 from spiral_fast.trace import AGGREGATION, SEARCH, Problem, ProblemRollout, Trace, TraceKey
 from spiral_fast.train import loss_rows, train
 
@@ -140,6 +141,11 @@ def test_a_step_without_credit_is_skipped_and_the_run_goes_on(tmp_path):
     assert first.read_bytes() == last.read_bytes()
 
 
+def _interruptible() -> None:
+    """A process started in a shell's background, as these tests may be, hands an ignored SIGINT on."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("when", ["evaluation", "training"])
 def test_ctrl_c_ends_soon_and_says_where_the_run_lies(tmp_path, when):
     run = tmp_path / "stopped"
@@ -147,7 +153,9 @@ def test_ctrl_c_ends_soon_and_says_where_the_run_lies(tmp_path, when):
     if when == "evaluation":
         overrides += ["problems.eval_size=2000", "evaluate.samples=64"]
     command = [sys.executable, "-m", "spiral_fast.cli", "train", "configs/demo.yaml", *overrides]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=_interruptible
+    )
     try:
         deadline = time.monotonic() + 120
         while not (run / "metrics.jsonl").exists() or (when == "training" and len(metrics(run)) < 2):
@@ -161,6 +169,7 @@ def test_ctrl_c_ends_soon_and_says_where_the_run_lies(tmp_path, when):
     assert str(run) in errors.splitlines()[-1] and "Traceback" not in errors
     done = len(metrics(run))
     assert (run / "checkpoints" / f"step_{done:06d}" / "adapter_model.safetensors").exists()
+    assert "incomplete" in write_report(run).read_text()
 
 
 def test_fsdp_gives_the_same_run(demo, tmp_path):
