@@ -55,6 +55,12 @@ def train(config: Config) -> Path:
                 result = evaluate(config, engine, prompts, grader, problems.eval, step=step, progress=on_progress)
             record.evaluation(label, result | timer.metrics())
 
+        def save() -> None:
+            folder = run / "checkpoints" / f"step_{step:06d}"
+            if not folder.exists():
+                with interrupts_held():  # also a second Ctrl-C leaves a whole checkpoint
+                    learner.save(folder)
+
         step = 0
         try:
             if config.warm_start.steps:
@@ -80,11 +86,11 @@ def train(config: Config) -> Path:
                     record.traces(step, batch.drawn())
                 if config.evaluate.every and step % config.evaluate.every == 0 and step < config.learner.steps:
                     measure(f"step_{step:06d}", step)
-                if step % config.record.checkpoint_every == 0 and step < config.learner.steps:
-                    learner.save(run / "checkpoints" / f"step_{step:06d}")
+                if step % config.record.checkpoint_every == 0:
+                    save()
             measure("after", step)
         finally:
-            learner.save(run / "checkpoints" / f"step_{step:06d}")
+            save()
             engine.close()
     write_report(run)
     return run

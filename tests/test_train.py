@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -130,6 +131,13 @@ def test_the_gate_acts_on_traces_of_varying_length(tmp_path):
     assert len({row["length"] for row in rows}) > 2
     shares = [step["credit/gated_share_search"] + step["credit/gated_share_aggregation"] for step in metrics(run)]
     assert max(shares) > 0
+    # Dynamic sampling: a second round only where the first left fewer live problems than wanted.
+    steps = metrics(run)
+    for step in steps:
+        assert step["problems/drawn"] == 4 * step["problems/rounds"]
+        assert step["problems/drawn"] == step["problems/live"] + step["problems/dead"] + step["problems/discarded"]
+        assert step["problems/live"] <= 4
+    assert max(step["problems/rounds"] for step in steps) == 2
 
 
 def test_a_step_without_credit_is_skipped_and_the_run_goes_on(tmp_path):
@@ -203,6 +211,7 @@ def test_two_steps_of_a_real_model(tmp_path):
     for step in metrics(run):
         assert step["logp_gap/mean"] < 0.05  # bfloat16: the packed and the cached forward round differently
         assert step["tokens/computed"] < 0.5 * step["tokens/prompt"]
+    assert any(step["skipped"] is None and step["grad/norm"] > 0 for step in metrics(run))
     assert (run / "report.html").stat().st_size > 0
 
 
@@ -226,7 +235,12 @@ def test_a_jsonl_file_graded_by_math_verify(tmp_path):
     ]
     run = train(load_config("configs/smollm2_cpu.yaml", overrides))
     (rows,) = (parquet.read_table(path).to_pylist() for path in (run / "traces").iterdir())
-    assert {row["verdict"] for row in rows} <= {"correct", "wrong"} and len(rows) == 8
+    assert len(rows) == 8
+    (answer,) = {row["answer"] for row in rows if row["answer"]}
+    for row in rows:
+        boxes = re.findall(r"\\boxed\{(-?\d+)\}", row["text"])
+        if boxes or "boxed" not in row["text"]:
+            assert row["verdict"] == ("correct" if boxes and boxes[-1] == answer else "wrong"), row["text"]
     assert metrics(run)[0]["reward/could_not_grade"] == 0
 
 
