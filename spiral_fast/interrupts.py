@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Within, Ctrl-C is remembered; it is raised on leaving. Only the main thread receives signals."""
+    """Within, Ctrl-C is remembered; on leaving it goes to whoever handled it before: an enclosing block of this kind,
+    else Python, which raises KeyboardInterrupt. Only the main thread receives signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -21,4 +22,4 @@ def interrupts_held() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, previous)
     if received:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)

@@ -28,6 +28,26 @@ def test_ctrl_c_waits_for_the_end_of_the_block():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_an_inner_block_waits_for_the_outer_one():
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        with interrupts_held():
+            with interrupts_held():
+                os.kill(os.getpid(), signal.SIGINT)
+                done.append("inner")
+            done.append("outer")
+        done.append("never")
+    assert done == ["inner", "outer"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_where_sigint_is_ignored_it_stays_so():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with interrupts_held():
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
 def test_without_ctrl_c_nothing_happens():
     with interrupts_held():
         pass

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from spiral_fast.config import Config
+from spiral_fast.interrupts import interrupts_held
 from spiral_fast.learner import checkpoint, fsdp
 from spiral_fast.learner.model import LoadedModel
 from spiral_fast.learner.packed import Packed, pack
@@ -203,9 +204,10 @@ class Learner:
     def _update(self, optimiser: torch.optim.AdamW, learning_rate: float) -> None:
         for group in optimiser.param_groups:
             group["lr"] = learning_rate
-        optimiser.step()
-        optimiser.zero_grad()
-        self.policy_version += 1
+        with interrupts_held():  # a part of the adapter updated is no policy of any version
+            optimiser.step()
+            optimiser.zero_grad()
+            self.policy_version += 1
 
 
 def _per_token(values: Sequence[float], packed: Packed, like: torch.Tensor) -> torch.Tensor:

@@ -3,10 +3,13 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
+import os
+import signal
 
 import numpy as np
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from spiral_fast.learner.learner import Learner
 from tests.learner.tiny import (
@@ -202,6 +205,22 @@ def test_a_step_that_cannot_be_made_touches_nothing(fault):
     assert largest_difference(_everything(learner), before) == 0
     assert all(parameter.grad is None for parameter in learner.parameters.values())
     assert learner.step(RAGGED).learning_rate == pytest.approx(1e-2 * 2 / 10)  # the skipped step did not count
+
+
+@pytest.mark.parametrize("update", ["step", "supervised_step"])
+def test_ctrl_c_never_cuts_an_update_in_half(update):
+    learner = Learner(config(), loaded())
+    before = weights(learner)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    hook = register_optimizer_step_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            learner.step(RAGGED) if update == "step" else learner.supervised_step(RAGGED, learning_rate=1e-2)
+    finally:
+        hook.remove()
+        signal.signal(signal.SIGINT, previous)
+    assert learner.policy_version == 1
+    assert all((moved != before[name]).any() for name, moved in weights(learner).items())
 
 
 def test_supervised_step_is_the_mean_cross_entropy_with_moments_of_its_own():
