@@ -24,11 +24,17 @@ class Attend(Protocol):
         """
 
 
-def _attention(module, query, key, value, attention_mask, scaling=None, attend: Attend | None = None, **_):
+NOT_CAUSAL_SOFTMAX = ("sliding_window", "softcap", "s_aux", "sinks", "position_bias")  # what a layer may ask for
+
+
+def _attention(module, query, key, value, attention_mask, scaling=None, attend: Attend | None = None, **asked):
     if attend is None:
         raise ValueError(
             f"the attention implementation {ATTENTION!r} needs the keyword `attend` in the model's forward"
         )
+    for name in NOT_CAUSAL_SOFTMAX:
+        if asked.get(name) is not None:
+            raise ValueError(f"a layer asks for {name}; only full causal attention is supported")
     return attend.attend(module.layer_idx, query, key, value, scaling), None
 
 

@@ -76,7 +76,7 @@ class Radix:
         model.get_base_model().set_attn_implementation(ATTENTION)
         self.model = model
         self.engine = RadixEngine(
-            model, (), max_context=4096, max_running=256, prefill_chunk=4096, cache_tokens=1 << 18
+            model.get_base_model(), (), max_context=4096, max_running=256, prefill_chunk=4096, cache_tokens=1 << 18
         )
         self.version = 0
 

@@ -8,16 +8,16 @@ from importlib.resources import files
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from spiral_fast.attention import ATTENTION
 from spiral_fast.config import ConfigError, ModelConfig
 from spiral_fast.learner.gguf import dequantised, package_gguf
 from spiral_fast.learner.lora import fuse_lora
-from spiral_fast.learner.packed import pack
-from spiral_fast.learner.policy import Policy
-from spiral_fast.learner.refusals import refuse_adapter, refuse_head, refuse_model
+from spiral_fast.learner.probe import check_packed
+from spiral_fast.learner.refusals import refuse_adapter, refuse_head
+from spiral_fast.supported import UnsupportedModel, check_config, check_modules
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,11 @@ class LoadedModel:
     eos_token_ids: frozenset[int]  # the tokenizer's and the generation config's
     max_context: int  # tokens, prompt and completion together
 
+    @property
+    def causal_lm(self) -> PreTrainedModel:
+        """The transformers module inside `model`, its linear layers adapted in place: what an engine runs."""
+        return self.model.get_base_model()
+
 
 def load_model(config: ModelConfig, device: str) -> LoadedModel:
     """Load `config.path` and put the adapter on it. A fresh adapter draws its A matrices from torch's global RNG; its
@@ -34,7 +39,7 @@ def load_model(config: ModelConfig, device: str) -> LoadedModel:
     source = _source(config.path)
     try:
         model_config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        refuse_model(config.path, model_config)
+        check_config(model_config)
         model, info = AutoModelForCausalLM.from_pretrained(
             source,
             config=model_config,
@@ -43,20 +48,23 @@ def load_model(config: ModelConfig, device: str) -> LoadedModel:
             trust_remote_code=False,
             output_loading_info=True,
         )
+        check_modules(model)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        reason = " ".join(str(error).split())
+    except UnsupportedModel as error:
+        raise ConfigError(f"model.path: {config.path!r} {error}") from None
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         hint = "" if Path(source).is_dir() else "; if this machine is offline give a folder instead of a hub id"
-        raise ConfigError(f"model.path: {config.path!r} cannot be loaded{hint} ({reason})") from None
+        raise ConfigError(f"model.path: {config.path!r} cannot be loaded{hint} ({_one_line(error)})") from None
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(f"model.path: {config.path!r} lacks the weight {missing[0]!r} ({len(missing)} missing)")
     model.requires_grad_(False)
     with warnings.catch_warnings():  # peft reads a name that transformers 5.24 renamed
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         peft_model = _with_adapter(model, config).to(device).eval()
-    _check_packed(config.path, peft_model)
+    try:
+        check_packed(peft_model)
+    except UnsupportedModel as error:
+        raise ConfigError(f"model.path: {config.path!r} {error}") from error
     return LoadedModel(peft_model, tokenizer, eos_token_ids(model, tokenizer), model.config.max_position_embeddings)
 
 
@@ -101,8 +109,14 @@ def _with_adapter(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
         folder = Path(config.adapter).expanduser()
         if not (folder / "adapter_model.safetensors").is_file():
             raise ConfigError(f"model.adapter: {config.adapter!r} is not a folder with an adapter_model.safetensors")
-        refuse_adapter(config.adapter, PeftConfig.from_pretrained(folder), lora.rank, lora.alpha)
-        peft_model = PeftModel.from_pretrained(model, folder, is_trainable=True, use_safetensors=True)
+        try:
+            refuse_adapter(config.adapter, PeftConfig.from_pretrained(folder), lora.rank, lora.alpha)
+            peft_model = PeftModel.from_pretrained(model, folder, is_trainable=True, use_safetensors=True)
+            _check_whole(folder / "adapter_model.safetensors", peft_model)
+        except ConfigError:
+            raise
+        except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
+            raise ConfigError(f"model.adapter: {config.adapter!r} cannot be loaded ({_one_line(error)})") from None
     else:
         targets = lora.target_modules
         if targets != "all-linear":
@@ -120,23 +134,16 @@ def _with_adapter(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
     return peft_model
 
 
-@torch.no_grad()
-def _check_packed(path: str, model: PeftModel) -> None:
-    """Leave the model on ATTENTION, having compared packed log-probs with the model's own forward: whatever an
-    architecture does to its scores or logits that the packed path does not know shows here."""
-    causal_lm = model.get_base_model()
-    head = causal_lm.get_output_embeddings().weight
-    device, n_vocabulary = head.device, head.shape[0]
-    ids = torch.linspace(n_vocabulary // 4, n_vocabulary - n_vocabulary // 4, 16).long().tolist()
-    documents = [(ids[:7], ids[7:]), (ids[3:4], ids[:3])]
-    causal_lm.set_attn_implementation("eager")
-    expected = []
-    for prompt, sampled in documents:
-        logits = model(input_ids=torch.tensor([prompt + sampled[:-1]], device=device), use_cache=False).logits
-        logp = logits[0, len(prompt) - 1 :].float().log_softmax(-1)
-        expected.append(logp.gather(1, torch.tensor(sampled, device=device)[:, None])[:, 0])
-    causal_lm.set_attn_implementation(ATTENTION)
-    gap = (Policy(model)(pack(documents, device), 1.0).logp.float() - torch.cat(expected)).abs().mean().item()
-    if not gap < (1e-3 if head.dtype == torch.float32 else 0.5):  # bf16: two right computations differ by 0.1
-        name = type(causal_lm).__name__
-        raise ConfigError(f"model.path: {path!r}: the packed forward of {name} is off by {gap:.2g} nats a token")
+def _check_whole(file: Path, model: PeftModel) -> None:
+    """Raise ValueError unless the file holds each tensor of the adapter and nothing else: peft passes over both."""
+    with safe_open(file, "pt") as adapter:
+        found, wanted = set(adapter.keys()), set(get_peft_model_state_dict(model))
+    for words, keys in (("lacks", wanted - found), ("has, but the model does not use,", found - wanted)):
+        if keys:
+            raise ValueError(f"it {words} {min(keys)!r}: {len(keys)} in all")
+
+
+def _one_line(error: Exception) -> str:
+    """The message's first lines; transformers and torch may list each weight of the model."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else text[:300] + " ..."

@@ -61,7 +61,10 @@ class Engine(Protocol):
         """Queue one request; returns its ticket. Raises PromptTooLong naming problem, set and both lengths."""
 
     def step(self) -> list[tuple[int, Completion]]:
-        """Work until at least one request finishes (or nothing is queued: then []). (ticket, completion) pairs."""
+        """Work until at least one request finishes (or nothing is queued: then []). (ticket, completion) pairs.
+
+        Raises NonFiniteLogits naming problem and policy version when the model has diverged.
+        """
 
     def set_policy(self, version: int) -> None:
         """From now on the weights are those of `version`; no keys or values of an older version are read again.
@@ -79,6 +82,14 @@ class PromptTooLong(ValueError):
         super().__init__(
             f"{where}: a prompt of {len(request.prompt)} tokens + max_new_tokens {request.max_new_tokens} exceeds the "
             f"context of {max_context} tokens; raise the context, or lower rollout.search_max_new_tokens"
+        )
+
+
+class NonFiniteLogits(FloatingPointError):
+    def __init__(self, request: Request, policy_version: int):
+        super().__init__(
+            f"problem {request.key.problem!r}: the model's logits are not finite under policy version "
+            f"{policy_version}: its weights have diverged; lower learner.learning_rate"
         )
 
 

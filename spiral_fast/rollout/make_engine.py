@@ -11,10 +11,11 @@ def make_engine(config: Config, loaded) -> Engine:
     """The engine of `rollout.engine` over the learner's own model (`loaded`: a LoadedModel)."""
     rollout = config.rollout
     return RadixEngine(
-        loaded.model,
+        loaded.causal_lm,
         loaded.eos_token_ids,
         max_context=loaded.max_context,
         max_running=rollout.max_running,
         prefill_chunk=rollout.prefill_chunk,
         cache_tokens=rollout.cache_tokens,
+        watch_weights=not config.learner.fsdp,
     )

@@ -32,7 +32,7 @@ def test_shipped_model():
 
     def run():
         engine = RadixEngine(
-            loaded.model,
+            loaded.causal_lm,
             loaded.eos_token_ids,
             max_context=loaded.max_context,
             max_running=64,

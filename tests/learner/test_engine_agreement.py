@@ -16,6 +16,7 @@ from tests.learner.tiny import RAGGED, config, loaded
 
 
 def sample(learner, model, eos, prompts, temperature, new_tokens=24, context=256) -> list[Row]:
+    model = model.get_base_model()
     engine = RadixEngine(model, eos, max_context=context, max_running=16, prefill_chunk=64, cache_tokens=4096)
     engine.set_policy(learner.policy_version)
     requests = [

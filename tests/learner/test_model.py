@@ -1,19 +1,19 @@
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import GenerationConfig
 
 from spiral_fast.attention import ATTENTION
 from spiral_fast.config import ConfigError, ModelConfig
 from spiral_fast.learner.learner import Learner
 from spiral_fast.learner.model import load_model
-from tests.learner.tiny import RAGGED, VOCABULARY, base_model, config, plain_log_probs
+from tests.learner.tiny import RAGGED, base_model, config, plain_log_probs, save_tokenizer
 
 
 @pytest.fixture
@@ -22,9 +22,7 @@ def folder(tmp_path):
     model = base_model("qwen3", torch.float32)
     model.generation_config = GenerationConfig(eos_token_id=[3, 4])
     model.save_pretrained(tmp_path / "model")
-    vocabulary = {f"t{i}": i for i in range(VOCABULARY)}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary)), eos_token="t5")
-    tokenizer.save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
     return tmp_path / "model"
 
 
@@ -80,8 +78,8 @@ def test_an_adapter_goes_on_training(folder, tmp_path):
         ({"attention_dropout": 0.1}, "attention_dropout = 0.1 .* dropout must be 0"),
         ({"num_experts": 8}, "num_experts = 8 .* router"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type = 'dynamic'"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = 'sliding_attention'"),
-        ({"layer_types": ["linear_attention", "full_attention"]}, "layer_types = 'linear_attention'"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types\[1\] = 'sliding_attention'"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, r"layer_types\[0\] = 'linear_attention'"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
         ({"logits_scaling": 8.0}, "logits_scaling = 8.0"),
     ],
@@ -103,7 +101,7 @@ def test_a_forward_it_does_not_know_is_refused(folder, monkeypatch):
         return out
 
     monkeypatch.setattr(Qwen3ForCausalLM, "forward", capped)
-    with pytest.raises(ConfigError, match="the packed forward of Qwen3ForCausalLM is off by"):
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM, whose logits are not the output of its head alone"):
         load_model(settings(folder), "cpu")
 
 
@@ -113,6 +111,56 @@ def test_missing_weights_are_refused(folder):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"lacks the weight 'model.layers.1.mlp.up_proj.weight' \(1 missing\)"):
         load_model(settings(folder), "cpu")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_decoder_that_mixes_neighbours_outside_attention_is_refused(folder, dtype, monkeypatch):
+    from transformers import Qwen3Model
+
+    decoder = Qwen3Model.forward
+
+    @functools.wraps(decoder)
+    def shifted(self, *args, **kwargs):
+        out = decoder(self, *args, **kwargs)
+        hidden = out.last_hidden_state
+        out.last_hidden_state = hidden + torch.nn.functional.pad(hidden, (0, 0, 1, 0))[:, :-1]
+        return out
+
+    monkeypatch.setattr(Qwen3Model, "forward", shifted)
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM: its packed forward is off by"):
+        load_model(settings(folder, dtype=dtype), "cpu")
+
+
+def rewrite(file, change):
+    weights = load_file(file)
+    change(weights)
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def test_weights_that_are_not_finite_are_refused(folder):
+    rewrite(folder / "model.safetensors", lambda weights: weights["model.norm.weight"].fill_(torch.nan))
+    with pytest.raises(ConfigError, match="^model.path: .* log-probs that are not finite"):
+        load_model(settings(folder), "cpu")
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def wrong_shape(file):
+    def change(weights):
+        name = sorted(name for name in weights if weights[name].ndim == 2)[-1]
+        weights[name] = torch.zeros(3, 3)
+
+    rewrite(file, change)
+
+
+@pytest.mark.parametrize("damage", [cut, wrong_shape, lambda file: file.write_bytes(b"")])
+def test_broken_model_files_are_refused(folder, damage):
+    damage(folder / "model.safetensors")
+    with pytest.raises(ConfigError, match="^model.path: .* cannot be loaded") as error:
+        load_model(settings(folder), "cpu")
+    assert "\n" not in str(error.value) and len(str(error.value)) < 600
 
 
 def test_no_end_of_sequence_token_is_refused(folder):
@@ -175,6 +223,34 @@ def test_adapters_it_cannot_train_exactly_are_refused(folder, tmp_path, changes,
     get_peft_model(base_model("qwen3", torch.float32), LoraConfig(**options)).save_pretrained(tmp_path / "adapter")
     with pytest.raises(ConfigError, match=f"^model.adapter: .*{message}"):
         load_model(settings(folder, adapter=str(tmp_path / "adapter")), "cpu")
+
+
+def lacks_one(file):
+    rewrite(file, lambda weights: weights.pop(min(weights)))
+
+
+def of_another_model(file):
+    rewrite(file, lambda weights: weights.update({f"{min(weights)}.more": torch.zeros(4)}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut, ""),
+        (wrong_shape, ""),
+        (lacks_one, "it lacks 'base_model.model.model.layers.0.mlp.down_proj.lora_A.weight'"),
+        (of_another_model, "it has, but the model does not use, '"),
+        (lambda file: (file.parent / "adapter_config.json").write_text("{"), ""),
+        (lambda file: (file.parent / "adapter_config.json").unlink(), ""),
+    ],
+)
+def test_broken_adapters_are_refused(folder, tmp_path, damage, message):
+    learner = Learner(config(), load_model(settings(folder), "cpu"))
+    learner.save(tmp_path / "adapter")
+    damage(tmp_path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=f"^model.adapter: .* cannot be loaded .*{message}") as error:
+        load_model(settings(folder, adapter=str(tmp_path / "adapter")), "cpu")
+    assert "\n" not in str(error.value)
 
 
 def test_an_adapter_folder_without_an_adapter_is_refused(folder, tmp_path):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import (
     AttentionInterface,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -88,6 +91,13 @@ def loaded(family: str = "qwen3", dtype: torch.dtype = torch.float64, seed: int 
     fuse_lora(model)
     model.get_base_model().set_attn_implementation(ATTENTION)
     return LoadedModel(model, None, frozenset([1]), CONTEXT)
+
+
+def save_tokenizer(folder) -> None:
+    """Words t0, t1, ...; end of sequence t5."""
+    vocabulary = {f"t{i}": i for i in range(VOCABULARY)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary)), eos_token="t5")
+    tokenizer.save_pretrained(folder)
 
 
 def config(temperature: float = 1.0, **learner) -> Config:

@@ -34,7 +34,7 @@ def loaded():
 def test_bfloat16_logp_is_as_near_the_truth_as_the_models_own_forward(loaded):
     """Truth: the same weights in float32."""
     engine = RadixEngine(
-        loaded.model, loaded.eos_token_ids, max_context=1024, max_running=16, prefill_chunk=64, cache_tokens=4096
+        loaded.causal_lm, loaded.eos_token_ids, max_context=1024, max_running=16, prefill_chunk=64, cache_tokens=4096
     )
     tokens = loaded.tokenizer.encode("Add the numbers 3 + 4 - 2. Put the result in a box and explain each step.")
     requests = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from spiral_fast.attention import ATTENTION
@@ -52,7 +52,8 @@ def redraw_lora(model, seed: int) -> None:
 
 def make_engine(model, eos=(1,), **changes) -> RadixEngine:
     settings = dict(max_context=512, max_running=64, prefill_chunk=64, cache_tokens=20000) | changes
-    return RadixEngine(model, frozenset(eos), **settings)
+    causal_lm = model.get_base_model() if isinstance(model, PeftModel) else model
+    return RadixEngine(causal_lm, frozenset(eos), **settings)
 
 
 def request(prompt, *, seed: int = 0, max_new_tokens: int = 12, temperature: float = 1.0, index: int = 0) -> Request:

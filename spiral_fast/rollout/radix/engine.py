@@ -20,8 +20,9 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
-from spiral_fast.rollout.engine import Completion, PromptTooLong, Request, TokenCounts
+from spiral_fast.rollout.engine import Completion, NonFiniteLogits, PromptTooLong, Request, TokenCounts
 from spiral_fast.rollout.radix.decode import DecodeBatch
 from spiral_fast.rollout.radix.model import WeightsWatch, serve
 from spiral_fast.rollout.radix.pool import Pool
@@ -39,19 +40,22 @@ class RadixEngine:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: PreTrainedModel,
         eos_token_ids: Iterable[int],
         *,
         max_context: int,
         max_running: int,
         prefill_chunk: int,
         cache_tokens: int,
+        watch_weights: bool = True,
     ):
-        """model: a transformers causal LM, or a peft model around one, on `spiral_fast.attention.ATTENTION`;
-        eos_token_ids: any of them ends a trace; max_running: requests decoded together; prefill_chunk: prompt tokens
-        per forward; cache_tokens: see the module. A model that cannot be served exactly raises ValueError naming the
-        field."""
+        """model: a transformers causal LM, LoRA in place or not, on `spiral_fast.attention.ATTENTION`; eos_token_ids:
+        any of them ends a trace; max_running: requests decoded together; prefill_chunk: prompt tokens per forward;
+        cache_tokens: see the module; watch_weights: raise RuntimeError where weights change without `set_policy`,
+        possible only while parameters stay the same objects (not sharded ones). A model that cannot be served exactly
+        raises ValueError naming the field."""
         self._served = serve(model)
+        self._watched = model if watch_weights else torch.nn.Module()
         self._is_eos = np.zeros(self._served.vocabulary, bool)  # an id outside the vocabulary is never sampled
         self._is_eos[[token for token in eos_token_ids if token < self._served.vocabulary]] = True
         self.max_context = max_context
@@ -140,7 +144,7 @@ class RadixEngine:
     def _check_weights(self) -> None:
         """Cached keys and values must come from the weights that read them, by whatever path these were changed."""
         if self._watch is None:
-            self._watch = WeightsWatch(self._served.model)
+            self._watch = WeightsWatch(self._watched)
         elif self._watch.changed():
             raise RuntimeError(
                 f"the model's weights or its active adapter changed under policy version {self._version}; "
@@ -265,6 +269,9 @@ class RadixEngine:
             logits = logits[row_of]
         u = torch.from_numpy(uniforms(rows.seed, rows.sampled.astype(np.uint64))).to(logits.device)
         tokens, logp = sample(logits, torch.from_numpy(rows.temperature).to(logits.device), u)
+        finite = logp.isfinite()
+        if not finite.all():
+            raise NonFiniteLogits(rows.entry[int(finite.int().argmin())].request, self._version)
         tokens = rows.record(tokens, logp)
         stopped = self._is_eos[tokens]
         alive = ~stopped & (rows.sampled < rows.limit)

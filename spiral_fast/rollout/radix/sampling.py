@@ -28,7 +28,8 @@ def sample(logits: torch.Tensor, temperature: torch.Tensor, u: torch.Tensor) -> 
     """Draw one token per row from softmax(logits / temperature).
 
     logits (R, V), any float type; temperature (R,); u (R,) float64 in [0, 1). Returns tokens (R,) int64 and their
-    log-probs (R,) float32. Arithmetic in float32 (float64 for float64 logits), cumulative sums in float64.
+    log-probs (R,) float32, NaN in a row whose logits are not finite (but -inf, probability 0, is). Arithmetic in
+    float32 (float64 for float64 logits), cumulative sums in float64.
     """
     rows, vocabulary = logits.shape
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -56,7 +57,7 @@ def _invert(weight: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.
     """weight (R, n) >= 0: first index whose cumulative weight exceeds u * total; where u falls in it, in [0, 1)."""
     cumulative = weight.cumsum(-1, dtype=torch.float64)
     target = (u * cumulative[:, -1])[:, None]
-    index = torch.searchsorted(cumulative, target, right=True)
+    index = torch.searchsorted(cumulative, target, right=True).clamp_(max=weight.shape[1] - 1)  # beyond it if NaN
     own = weight.gather(1, index).double()
     position = ((target - cumulative.gather(1, index)) / own).add_(1).clamp_(0, 1 - 2.0**-52)
     return index.squeeze(1), position.squeeze(1)
