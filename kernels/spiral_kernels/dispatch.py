@@ -1,6 +1,6 @@
 """Which backend serves an operation: the first of its list that can, unless one is forced.
 
-Force one with the environment variable SPIRAL_KERNELS_BACKEND (`torch`, or `linear_logprob=torch,set_advantages=numpy`)
+Force one with the environment variable SPIRAL_KERNELS_BACKEND (`torch`, or `linear_logprob=torch,set_advantages=numba`)
 or with `force_backend`. A forced backend that cannot serve raises BackendError with the reason; nothing else is tried.
 """
 
@@ -108,7 +108,7 @@ def _forced_backend(operation: str) -> tuple[str | None, str]:
 
 
 def _environment(value: str) -> dict[str, str]:
-    """`torch` -> that backend for all operations; `a=torch,b=numpy` -> by operation."""
+    """`torch` -> that backend for all operations; `a=torch,b=numba` -> by operation."""
     chosen: dict[str, str] = {}
     for item in filter(None, (part.strip() for part in value.split(","))):
         operation, equals, name = item.rpartition("=")
