@@ -39,7 +39,7 @@ class Case:
 
     def __init__(self, hidden, weight, targets, row_index=None, temperature=1.0):
         self.inputs = hidden, weight, targets, row_index, temperature
-        self.d_logp = torch.linspace(-1, 1.5, targets.shape[0], dtype=torch.float64)
+        self.d_logp = torch.linspace(-1, 1.5, targets.shape[0], dtype=torch.float64, device=targets.device)
 
     def run(self):
         hidden, weight = (x.detach().clone().requires_grad_() for x in self.inputs[:2])
@@ -131,7 +131,10 @@ def test_float64(small_tiles):
 
 @pytest.mark.parametrize("vocabulary", [5, 127, 32000])
 def test_bfloat16_is_no_worse_than_torch(backend, vocabulary):
-    case = random_case(vocabulary, rows=64, size=64, dtype=torch.bfloat16)
+    check_bfloat16(random_case(vocabulary, rows=64, size=64, dtype=torch.bfloat16))
+
+
+def check_bfloat16(case):
     found, own, true = case.run(), case.truth(torch.bfloat16), case.truth()
     assert found["logp"].dtype == torch.float32
     for name in ("logp", "lse", "entropy"):
@@ -139,6 +142,20 @@ def test_bfloat16_is_no_worse_than_torch(backend, vocabulary):
         assert error <= (own[name].double() - true[name]).abs().max() + 1e-3, name
     for name in ("d_hidden", "d_weight"):
         assert relative(found[name], true[name]) <= relative(own[name], true[name]) + 1e-3, name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+@pytest.mark.parametrize("name", ["triton", "torch", "reference"])
+@pytest.mark.parametrize("vocabulary", [5, 127, 32000])
+def test_on_cuda(name, vocabulary):
+    spiral_kernels.force_backend(name, "linear_logprob")
+    try:
+        for dtype, check_case in ((torch.float32, check), (torch.bfloat16, check_bfloat16)):
+            on_cpu = random_case(vocabulary, rows=64, size=64, dtype=dtype)
+            check_case(Case(*(x.to("cuda") for x in on_cpu.inputs[:3])))
+    finally:
+        spiral_kernels.force_backend(None, "linear_logprob")
 
 
 def test_target_in_the_last_and_first_column(backend, small_tiles):

@@ -14,12 +14,17 @@ from hypothesis import strategies as st
 from spiral_kernels import available_backends, force_backend
 from spiral_kernels.set_advantages import flat_set_advantages, set_advantages
 
-DEVICES = ["cpu"] + ["cuda"] * torch.cuda.is_available()
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+DEVICES = {"cpu": (), "cuda": (pytest.mark.gpu, NO_CUDA)}
 
 
 @pytest.fixture(
-    params=[(d, b) for d in DEVICES for b, why_not in available_backends("set_advantages", d).items() if not why_not],
-    ids=lambda p: f"{p[0]}-{p[1]}",
+    params=[
+        pytest.param((name, backend), marks=marks, id=f"{name}-{backend}")
+        for name, marks in DEVICES.items()
+        for backend, why_not in available_backends("set_advantages", name).items()
+        if not why_not
+    ]
 )
 def device(request):
     """A device, with each backend that serves it forced in turn."""
