@@ -5,13 +5,15 @@ from __future__ import annotations
 import importlib.util
 import sys
 
+from spiral_fast.install import install_command
+
 NEEDS = {"typer": "typer", "rich": "rich", "pydantic": "pydantic", "yaml": "pyyaml"}  # module: package
 
 
 def main() -> None:
     missing = [package for module, package in NEEDS.items() if importlib.util.find_spec(module) is None]
     if missing:
-        sys.exit(f"spiral-fast: {', '.join(missing)} not installed; run: pip install 'spiral-fast[train]'")
+        sys.exit(f"spiral-fast: {', '.join(missing)} not installed; run: {install_command('train')}")
     from spiral_fast.commands import app
 
     app()

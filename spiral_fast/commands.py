@@ -55,7 +55,7 @@ def short_errors(command: Callable) -> Callable:
             return command(*args, **kwargs)
         except ConfigError as error:
             _fail(error, 2)
-        except (TooManyUngradable, PromptTooLong) as error:
+        except (TooManyUngradable, PromptTooLong, FloatingPointError) as error:
             _fail(error, 1)
         except ModuleNotFoundError as error:
             from spiral_fast.doctor import package_of
@@ -64,6 +64,13 @@ def short_errors(command: Callable) -> Callable:
             if package is None:
                 raise
             _fail(f"{package.name} is not installed; run: {package.install}", 1)
+        except Exception as error:
+            from spiral_fast.record.files import cannot_write
+
+            message = cannot_write(error)
+            if message is None:
+                raise
+            _fail(f"{message}; what was written before is whole", 1)
 
     return run
 
@@ -103,10 +110,10 @@ def train(
     spiral-fast train configs/demo.yaml learner.steps=20 run_dir=runs/short
     """
     settings = load_config(config, overrides or [])
-    if not dry_run:
-        from spiral_fast.record.files import refuse_other_run
+    from spiral_fast.record.files import refuse_other_run, refuse_unwritable
 
-        refuse_other_run(settings.run_dir)  # before the model is loaded
+    refuse_unwritable("run_dir", Path(settings.run_dir))  # before the model is loaded
+    refuse_other_run(settings.run_dir)
     try:
         if dry_run:
             from spiral_fast.dry_run import dry_run as show
@@ -136,7 +143,7 @@ def evaluate(
     config: ConfigFile,
     overrides: Overrides = None,
     adapter: Annotated[Path | None, typer.Option(help="PEFT adapter folder, for example a checkpoint of a run")] = None,
-    out: Annotated[Path, typer.Option(help="file of the numbers; plots go beside it")] = Path("eval.json"),
+    out: Annotated[Path, typer.Option(help="new file for the numbers; plots go beside it")] = Path("eval.json"),
 ) -> None:
     """Evaluate a model, with or without an adapter: pass@k, majority@k and recursive self-aggregation.
 

@@ -29,6 +29,7 @@ PositiveFloat = Annotated[float, Field(gt=0), NoBool]
 NonNegativeFloat = Annotated[float, Field(ge=0), NoBool]
 Fraction = Annotated[float, Field(ge=0, le=1), NoBool]
 Momentum = Annotated[float, Field(ge=0, lt=1), NoBool]
+Seed = Annotated[int, Field(ge=0, lt=2**63), NoBool]
 Counts = Annotated[list[PositiveInt], Field(min_length=1)]
 
 
@@ -179,9 +180,9 @@ class RecordConfig(Section):
 
 
 class Config(Section):
-    seed: NonNegativeInt = Field(0, description="of everything random in the run")
+    seed: Seed = Field(0, description="of everything random in the run")
     run_dir: str = Field(min_length=1, description="folder the run is written to; must not hold another run")
-    threads: NonNegativeInt = Field(0, description="CPU threads of torch; 0 = all cores")
+    threads: Annotated[int, Field(ge=0, le=1024), NoBool] = Field(0, description="CPU threads of torch; 0 = all cores")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto = cuda where there is one")
     model: ModelConfig
     problems: ProblemsConfig
@@ -198,20 +199,30 @@ class Config(Section):
 class _Loader(yaml.SafeLoader):
     """Safe YAML in which a key given twice is an error; plain YAML keeps the last one silently."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for index, key in enumerate(keys):
-            if key in keys[:index]:
-                line = node.value[index][0].start_mark.line + 1
-                raise yaml.YAMLError(f"line {line}: the key {key!r} is given twice")
-        return super().construct_mapping(node, deep)
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        """As written: before a merge (`<<: *defaults`) adds keys that the mapping's own keys replace."""
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.YAMLError(f"line {key.start_mark.line + 1}: the key {key.value!r} is given twice")
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else None)
+        return node
+
+
+def _parse(text: str) -> Any:
+    """YAML as Python. Raises yaml.YAMLError for anything that is not."""
+    try:
+        return yaml.load(text, _Loader)
+    except (ValueError, RecursionError) as error:  # ValueError: a date that does not exist, an integer too long
+        raise yaml.YAMLError(str(error)) from None
 
 
 def load_config(path: str | Path, overrides: list[str] = ()) -> Config:
     """Read a YAML file, apply `key.sub=value` overrides (values are YAML), validate. Raises ConfigError."""
     path = Path(path)
     try:
-        data = yaml.load(path.read_text(), _Loader)
+        data = _parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -263,6 +274,8 @@ def refusals(config: Config) -> list[str]:
             possible = perm(n1, n) if rollout.set_sampler == "ordered" else comb(n1, n)
             if k > possible:
                 refuse("rollout.n_sets", k, f"only {possible} distinct sets of {n} out of {n1} traces exist")
+            if possible >= 2**63:
+                refuse("rollout.set_size", n, f"more than 2^63 sets of {n1} traces; use a smaller one")
             if rollout.set_sampler == "balanced" and (k * n) % n1:
                 why = f"needs n_search ({n1}) to divide n_sets * set_size ({k * n})"
                 refuse("rollout.set_sampler", "balanced", why)
@@ -289,6 +302,11 @@ def refusals(config: Config) -> list[str]:
             why = f"the gate never acts at or above rollout.{level}_max_new_tokens ({limit}); lower it or remove it"
             refuse(f"credit.{level}_target_length", target, why)
     problems = config.problems
+    if problems.source == "jsonl" and config.warm_start.steps:
+        why = "there are no templated answers for problems.source: jsonl; set it to 0"
+        refuse("warm_start.steps", config.warm_start.steps, why)
+    if problems.source == "parts" and config.reward.kind == "math":
+        refuse("reward.kind", "math", "the task parts has no boxed answers; use auto")
     if problems.source == "jsonl":
         for key in ("train_file", "eval_file"):
             if getattr(problems, key) is None:
@@ -325,7 +343,7 @@ def _override(data: dict, override: str) -> None:
         if not isinstance(data, dict):
             raise ConfigError(f"{override!r}: {parent!r} is not a section")
     try:
-        data[leaf] = yaml.safe_load(value)
+        data[leaf] = _parse(value)
     except yaml.YAMLError:
         raise ConfigError(f"{override!r}: {value!r} is not a YAML value") from None
 
@@ -337,6 +355,8 @@ def _explain(error: ValidationError) -> str:
     keys = known_keys()
     sections = {key.rpartition(".")[0] for key in keys}
     key = ".".join(parts)
+    if first["type"] == "invalid_key":
+        return f"{first['input']!r}: a key must be text"
     if first["type"] == "extra_forbidden":
         near = difflib.get_close_matches(key, [*keys, *filter(None, sections)], n=1, cutoff=0.5)
         if not near:
@@ -360,4 +380,8 @@ def _describe(key: str) -> str:
             return "see docs/config.md"
         section = section.model_fields[parent].annotation
     field = section.model_fields.get(leaf)
-    return field.description if field and field.description else "a section of keys"
+    if field is None or field.description:
+        return field.description if field else "see docs/config.md"
+    inner = field.annotation.model_fields
+    example = next((name for name, part in inner.items() if part.is_required()), next(iter(inner)))
+    return f"a section of keys, for example {key}.{example}"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 
+from spiral_fast.install import install_command
 from spiral_fast.record.environment import version
 
-TRAIN, DEV = (f"pip install 'spiral-fast[{extra}]'" for extra in ("train", "dev"))
+TRAIN, DEV = install_command("train"), install_command("dev")
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ def examine() -> None:
 
     console.print(_backend_table())
 
+    console.print("rollout engine: radix (the embedded one), on CPU and GPU", markup=False)
     why_not = native_unavailable()
     console.print(f"native module: {why_not or 'loads'}", markup=False)
     for package in absent:

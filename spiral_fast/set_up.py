@@ -11,6 +11,7 @@ from spiral_fast.learner.model import LoadedModel, load_model
 from spiral_fast.problems import ProblemSets, load_problems
 from spiral_fast.prompts import make_prompts
 from spiral_fast.rollout.fits import WorstCase, check_fits
+from spiral_kernels.dispatch import ENVIRONMENT_VARIABLE, BackendError, choose_backend
 
 
 @dataclass(frozen=True)
@@ -23,14 +24,26 @@ class SetUp:
 
 def set_up(config: Config) -> SetUp:
     """Problems, model with a seeded adapter, prompts; refuses what could not fit. Raises ConfigError."""
+    device = _device(config)
+    _check_backends(config, device)
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)  # of the fresh adapter
     problems = load_problems(config)
-    loaded = load_model(config.model, _device(config))
+    loaded = load_model(config.model, device)
     prompts = make_prompts(config, loaded.tokenizer)
     worst = check_fits(config, prompts, [*problems.train, *problems.eval], loaded.max_context)
     return SetUp(problems, loaded, prompts, worst)
+
+
+def _check_backends(config: Config, device: str) -> None:
+    """Refuse a backend that the environment forces and that cannot serve this run."""
+    try:
+        choose_backend("linear_logprob", torch.device(device), getattr(torch, config.model.dtype))
+        if config.credit.algorithm == "spiral":
+            choose_backend("set_advantages", torch.device("cpu"), torch.float64)
+    except BackendError as error:
+        raise ConfigError(f"{ENVIRONMENT_VARIABLE}: {error}") from None
 
 
 def _device(config: Config) -> str:

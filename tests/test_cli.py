@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from spiral_fast.commands import app
+from spiral_fast.install import install_command
 from tests.record.run_of_three_steps import make_run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,7 +64,7 @@ def test_a_missing_extra_is_one_line_with_the_command(module, package):
     code = f"import sys\nsys.modules['{module}'] = None\nfrom spiral_fast.cli import main\nmain()\n"
     result = python(code)
     assert result.returncode == 1
-    assert result.stderr == f"spiral-fast: {package} not installed; run: pip install 'spiral-fast[train]'\n"
+    assert result.stderr == f"spiral-fast: {package} not installed; run: {install_command('train')}\n"
 
 
 def test_a_package_missing_later_is_one_line_with_the_command():
@@ -71,7 +74,7 @@ def test_a_package_missing_later_is_one_line_with_the_command():
     )
     result = python(code)
     assert result.returncode == 1 and result.stderr.count("\n") == 1
-    assert "matplotlib is not installed; run: pip install 'spiral-fast[train]'" in result.stderr
+    assert f"matplotlib is not installed; run: {install_command('train')}" in result.stderr
 
 
 @pytest.mark.parametrize("command", ["train", "eval"])
@@ -84,6 +87,117 @@ def test_config_errors_are_one_line_and_exit_2(command, tmp_path):
 def test_train_refuses_a_folder_with_a_run_before_loading_anything(tmp_path):
     make_run(tmp_path, steps=0, finished=False)
     assert "already holds a run" in one_error_line(run("train", DEMO, f"run_dir={tmp_path}"), 2)
+
+
+def unusable(tmp_path: Path) -> dict[str, str]:
+    """Folders that no run can be written to."""
+    file = tmp_path / "file"
+    file.write_text("x")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    return {
+        "a file": str(file),
+        "under a file": str(file / "deep" / "run"),
+        "a dangling link": str(tmp_path / "dangling"),
+        "not creatable": "/proc/spiral/run",
+        "nul": f"{tmp_path}/a\0b",
+        "long name": str(tmp_path / ("r" * 300)),
+        "long path": str(tmp_path) + "/folder" * 700,
+    }
+
+
+UNUSABLE = ("a file", "under a file", "a dangling link", "not creatable", "nul", "long name", "long path")
+
+
+@pytest.fixture
+def nothing_loads(monkeypatch):
+    """A run that gets as far as its problems and model fails the test."""
+    import spiral_fast.dry_run
+    import spiral_fast.set_up
+    import spiral_fast.train
+
+    def loads(config):
+        raise AssertionError("the model would be loaded")
+
+    for module in (spiral_fast.set_up, spiral_fast.train, spiral_fast.dry_run):
+        monkeypatch.setattr(module, "set_up", loads)
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_model_is_loaded(case, more, tmp_path, nothing_loads):
+    folder = unusable(tmp_path)[case]
+    before = sorted(tmp_path.rglob("*"))
+    quoted = json.dumps(folder)  # YAML knows JSON's escapes
+    line = one_error_line(run("train", DEMO, f"run_dir={quoted}", *more), 2)
+    assert line.startswith("error: run_dir: ") and "cannot be written to (" in line
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_checking_a_folder_leaves_nothing_behind(tmp_path):
+    from spiral_fast.record.files import refuse_unwritable
+
+    refuse_unwritable("run_dir", tmp_path / "a" / ".." / "b" / "c")
+    refuse_unwritable("run_dir", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_eval_refuses_a_place_for_its_numbers_before_it_samples(tmp_path, nothing_loads):
+    places = unusable(tmp_path)
+    (tmp_path / "old.json").write_text("{}")
+    (tmp_path / "figures_rsa.svg").write_text("<svg/>")
+    (tmp_path / "figures_2_rsa.svg").write_text("<svg/>")
+    assert "cannot be written to" in one_error_line(run("eval", DEMO, "--out", places["under a file"]), 2)
+    assert "cannot be written to" in one_error_line(run("eval", DEMO, "--out", places["long name"]), 2)
+    for taken in (tmp_path, tmp_path / "old.json", tmp_path / "figures.json"):
+        assert "exists already; choose another --out" in one_error_line(run("eval", DEMO, "--out", str(taken)), 2)
+    result = run("eval", DEMO, "--out", str(tmp_path / "new" / "figures.json"))
+    assert isinstance(result.exception, AssertionError) and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["rollout.cache_tokens=100"], "rollout.cache_tokens"),
+        (["rollout.cache_tokens=200", "evaluate.rsa.set_size=8"], "rollout.cache_tokens"),
+    ],
+)
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_what_cannot_run_is_refused_before_the_folder_is_made(overrides, key, more, tmp_path):
+    sizes = ["problems.train_size=8", "problems.eval_size=4", "threads=1", f"run_dir={tmp_path / 'run'}"]
+    result = run("train", DEMO, *sizes, *overrides, *more)
+    assert result.exit_code == 2 and result.stdout == ""
+    assert result.stderr.splitlines()[-1].startswith(f"error: {key}: ")  # before it, the bar of loading the model
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+@pytest.mark.parametrize("forced", ["linear_logprob=abacus", "set_advantages=abacus", "abacus", "add=torch"])
+def test_a_backend_that_cannot_serve_is_one_line(command, forced, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPIRAL_KERNELS_BACKEND", forced)
+    monkeypatch.chdir(tmp_path)
+    line = one_error_line(run(command, DEMO, f"run_dir={tmp_path / 'run'}"), 2)
+    assert line.startswith("error: SPIRAL_KERNELS_BACKEND: ") and list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_is_one_line(tmp_path):
+    """The first step's traces are the first file above the limit; the checkpoint after them fails too."""
+    overrides = ["problems.train_size=8", "problems.eval_size=2", "threads=1", "batch.live_problems=8"]
+    overrides += ["evaluate={samples: 2, pass_at: [1], majority_at: [], rsa: {steps: 0}, bootstrap: 20}"]
+    code = (
+        "import resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))\n"
+        f"sys.argv = ['spiral-fast', 'train', {DEMO!r}, 'run_dir={tmp_path / 'run'}', *{overrides!r}]\n"
+        "from spiral_fast.cli import main\nmain()\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | {"NUMBA_DISABLE_JIT": "1"}
+    )
+    assert result.returncode == 1, result.stderr
+    assert "Traceback" not in result.stderr
+    line = result.stderr.splitlines()[-1]
+    assert line.startswith(f"error: {tmp_path / 'run' / 'traces' / 'step_000001.parquet'}: cannot be written (")
+    assert "File too large" in line and line.endswith("what was written before is whole")
+    assert "step" in json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
 
 
 @pytest.mark.parametrize("began", [False, True])
@@ -133,7 +247,7 @@ def test_bench_runs_a_suite_of_a_checkout_only(tmp_path):
 def test_doctor_names_the_backend_of_each_operation(monkeypatch):
     result = run("doctor")
     assert result.exit_code == 0
-    for word in ("torch", "linear_logprob", "set_advantages", "native module:", "CPU:"):
+    for word in ("torch", "linear_logprob", "set_advantages", "native module:", "CPU:", "rollout engine: radix"):
         assert word in result.output
     monkeypatch.setenv("SPIRAL_KERNELS_BACKEND", "linear_logprob=abacus")
     assert "no backend 'abacus'" in run("doctor").output
@@ -142,4 +256,4 @@ def test_doctor_names_the_backend_of_each_operation(monkeypatch):
 def test_doctor_says_what_is_missing_and_how_to_add_it(monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else find_spec(name))
-    assert "missing gguf (GGUF models): pip install 'spiral-fast[train]'" in run("doctor").output
+    assert f"missing gguf (GGUF models): {install_command('train')}" in run("doctor").output

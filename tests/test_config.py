@@ -57,6 +57,8 @@ def test_every_field_is_described():
         ("evaluate.pass_at=[]", "evaluate.pass_at: [] is not allowed: list should have at least 1 item"),
         ("run_dir=''", "run_dir: '' is not allowed: string should have at least 1 character"),
         ("credit=3", "credit: 3 is not allowed: "),
+        ("seed=9999999999999999999999", "seed: 9999999999999999999999 is not allowed: input should be less than 9"),
+        ("threads=9999999999", "threads: 9999999999 is not allowed: input should be less than or equal to 1024"),
         (
             "problems.source=hub",
             "problems.source: 'hub' is not allowed: input should be 'jsonl', 'chain_sum' or 'parts'",
@@ -98,6 +100,12 @@ def test_union_names_both_alternatives():
         (["learner.entropy_coef=0.1"], "learner.entropy_coef"),
         (["problems.source=jsonl"], "problems.train_file"),
         (["problems.source=chain_sum"], "problems.source"),
+        (
+            ["problems={source: jsonl, train_file: a, eval_file: b}", "model.path=m", "warm_start.steps=1"],
+            "warm_start.steps",
+        ),
+        (["reward.kind=math"], "reward.kind"),
+        (["rollout.n_search=200", "rollout.set_size=50"], "rollout.set_size"),
         (["evaluate.samples=32"], "evaluate.pass_at"),
         (["evaluate.rsa.set_size=9"], "evaluate.rsa.set_size"),
     ],
@@ -126,6 +134,11 @@ def test_balanced_may_share_first():
         ("- 1\n- 2\n", "expected keys and values at the top level, found list"),
         ("", "expected keys and values at the top level, found NoneType"),
         ("problems: {source: parts}\nmodel: {path: x}\n", "run_dir: missing; folder the run is written to"),
+        ("problems: {source: parts}\nrun_dir: x\n", "model: missing; a section of keys, for example model.path"),
+        ("model: {path: x}\nrun_dir: x\n", "problems: missing; a section of keys, for example problems.source"),
+        ("run_dir: 2026-13-45\n", "not valid YAML (month must be in 1..12)"),
+        ("a: " + "[" * 5000, "not valid YAML (maximum recursion depth"),
+        ("1: 2\nrun_dir: x\nmodel: {path: x}\nproblems: {source: parts}\n", "1: a key must be text"),
     ],
 )
 def test_bad_files(tmp_path, text, expected):
@@ -138,7 +151,21 @@ def test_bad_files(tmp_path, text, expected):
     assert message.startswith(f"{path}: ") and expected in message and "\n" not in message
 
 
-@pytest.mark.parametrize("override", ["learner.steps", "=3", "seed.a=3", "seed=[1"])
+def test_merge_keys_give_defaults(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "run_dir: x\nmodel: {path: x}\nproblems: {source: parts}\n"
+        "warm_start: &small {steps: 3, learning_rate: 0.5}\n"
+        "learner: {<<: &deep {<<: *small, steps: 4}, beta1: 0.25}\n"
+    )
+    learner = load_config(path).learner
+    assert (learner.steps, learner.learning_rate, learner.beta1) == (4, 0.5, 0.25)
+    path.write_text(path.read_text().replace("steps: 4", "steps: 4, steps: 4"))
+    with pytest.raises(ConfigError, match=r"line 5: the key 'steps' is given twice"):
+        load_config(path)
+
+
+@pytest.mark.parametrize("override", ["learner.steps", "=3", "seed.a=3", "seed=[1", "learner={steps: 1, steps: 2}"])
 def test_bad_overrides(override):
     with pytest.raises(ConfigError) as error:
         load_config("configs/demo.yaml", [override])

@@ -12,8 +12,9 @@ def majority_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int
     """Exact mean of majority voting over all subsets of k of the traces.
 
     `answers` and `correct` hold one entry per trace. Ties: each answer with the most votes is chosen equally often.
-    A trace without an answer (None) does not vote; where nobody votes the result is wrong. Traces of one answer share a
-    verdict; where they do not (one could not be graded), the answer counts as correct by its share of correct traces.
+    A trace without an answer (None: no box or an empty one) does not vote; where nobody votes the result is wrong.
+    Traces of one answer share a verdict; where they do not (one could not be graded), the answer counts as correct by
+    its share of correct traces.
 
     Method: for each number of votes v of the winner, one pass over the answers counts the subsets by (size, answers
     tied at v), and the same weighted by how many of the tied are correct. All numbers are counts of subsets, below 2^63

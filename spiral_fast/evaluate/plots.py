@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+FIGURES = ("pass_at_k", "majority_at_k", "rsa")
+
 
 def figures(evaluations: Mapping[str, dict]) -> dict[str, Figure]:
-    """Figures by name (pass_at_k, majority_at_k, rsa) of evaluations by label; a metric nobody measured has none.
+    """Figures by name (of FIGURES) of evaluations by label; a metric nobody measured has none.
 
     An evaluation is what `evaluate` returns. Bands and bars are its bootstrap intervals over the problems.
     """
-    draw = {"pass_at_k": _pass_at_k, "majority_at_k": _majority_at_k, "rsa": _rsa}
+    draw = dict(zip(FIGURES, (_pass_at_k, _majority_at_k, _rsa), strict=True))
     measured = [metric for metric in draw if any(evaluation[metric] for evaluation in evaluations.values())]
     return {metric: draw[metric](evaluations) for metric in measured}
 

@@ -3,6 +3,8 @@
 search        head · problem · instruction · tail
 aggregation   head · problem · (`Candidate i:` · the candidate's own ids) for each member · instruction · tail
 
+A control token inside a candidate becomes one ordinary token, so that no candidate grows by being quoted.
+
 Head and tail come from the model's chat template (chat.py) or are plain headings (plain.py). Every segment is encoded
 by itself, so both prompts begin with the same tokens, and a candidate is never decoded and encoded again.
 """
@@ -32,9 +34,10 @@ class TextPrompts:
         self.max_prompt_tokens = max_prompt_tokens
         added = tokenizer.added_tokens_decoder
         control = {id for id, token in added.items() if token.special or id in head or id in tail}
+        control = {id for id in control if added[id].content.strip()}  # white space opens no turn
         literals = sorted((added[id].content for id in control), key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, literals))) if literals else None
-        self._spelled = {id: self.encode_text(added[id].content) for id in control}
+        self._stand_in = {id: self._one_ordinary(added[id].content, control) for id in control}
         self._search_end = self.encode_text(SEARCH_INSTRUCTION) + tail
         self._aggregation_end = self.encode_text(AGGREGATION_INSTRUCTION) + tail
 
@@ -56,10 +59,13 @@ class TextPrompts:
         return tokens + self._aggregation_end
 
     def quote(self, candidate: list[int]) -> list[int]:
-        """The ids verbatim; a last control token (any end of sequence) is dropped, others become ordinary text."""
-        if candidate and candidate[-1] in self._spelled:
+        """The ids verbatim, at most as many; a last control token (any end of sequence) is dropped.
+
+        Any other control token becomes the first ordinary token of its spelling: `<` for `<|im_start|>`.
+        """
+        if candidate and candidate[-1] in self._stand_in:
             candidate = candidate[:-1]
-        return [id for token in candidate for id in self._spelled.get(token, (token,))]
+        return [self._stand_in.get(token, token) for token in candidate]
 
     def decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -76,6 +82,15 @@ class TextPrompts:
             text = text[found.start() + 1 :]
         pieces.append(text)
         return [id for piece in pieces if piece for id in self.tokenizer.encode(piece, add_special_tokens=False)]
+
+    def _one_ordinary(self, spelling: str, control: set[int]) -> int:
+        for id in self.encode_text(spelling):
+            if id not in control and self.tokenizer.decode([id]).strip():
+                return id
+        raise ConfigError(
+            f"model.path: the tokenizer cannot spell its control token {spelling!r} as ordinary text, so a candidate "
+            "that holds it cannot be quoted; use another model"
+        )
 
     def _start(self, problem: Problem) -> list[int]:
         return [*self.head, *self.encode_text(problem.question)]

@@ -121,7 +121,7 @@ def _with_interval(value: float | None, interval: list[float] | None) -> str:
 
 
 def _totals(run: RunFolder) -> str:
-    """Sums over the steps."""
+    """Sums over the steps, what was saved and what was clipped. The learner prunes rows and shares no prefix."""
     total = {}
     for key in sorted({key for row in run.metrics for key in row if key.startswith(("tokens/", "time/", "problems/"))}):
         total[key] = fsum(value for value in run.series(key) if not isnan(value))
@@ -129,11 +129,14 @@ def _totals(run: RunFolder) -> str:
         return ""
     rows = [[key, f"{value:,.1f} s" if key.startswith("time/") else f"{value:,.0f}"] for key, value in total.items()]
     for name, logical, computed in (
-        ("prompt tokens not computed", "tokens/prompt", "tokens/computed"),
-        ("learner tokens not computed", "tokens/learner_logical", "tokens/learner_computed"),
+        ("prompt tokens not computed: shared prefixes", "tokens/prompt", "tokens/computed"),
+        ("learner tokens not computed: rows without credit", "tokens/learner_logical", "tokens/learner_computed"),
     ):
         if total.get(logical):
             rows.append([name, f"{1 - total.get(computed, 0) / total[logical]:.1%}"])
+    clipped = [value for value in run.series("grad/clipped") if not isnan(value)]
+    if clipped:
+        rows.append(["steps with a clipped gradient", f"{fsum(clipped) / len(clipped):.1%} of {len(clipped)}"])
     return f"<h2>Totals over the steps</h2>\n{_table(['', 'sum'], rows)}"
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import pyarrow as pa
+
+from spiral_fast.config import ConfigError
 from spiral_fast.record.trace_store import SCHEMA, read_traces
 
 TOKENS = ("prompt", "tokens", "logp")  # large columns nobody reads by eye
@@ -32,12 +35,18 @@ class Samples:
 
 
 def sample_traces(run_dir: Path) -> Samples | None:
-    """The first set of that problem: its members, then its aggregations (without sets: the first traces)."""
+    """The first set of that problem: its members, then its aggregations (without sets: the first traces).
+
+    Raises ConfigError for a file that cannot be read.
+    """
     files = sorted((run_dir / "traces").glob("step_*.parquet"))
     if not files:
         return None
     step = int(files[-1].stem.removeprefix("step_"))
-    rows = read_traces(run_dir, step, [name for name in SCHEMA.names if name not in TOKENS]).to_pylist()
+    try:
+        rows = read_traces(run_dir, step, [name for name in SCHEMA.names if name not in TOKENS]).to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise ConfigError(f"{files[-1]}: cannot be read ({' '.join(str(error).split())})") from None
     if not rows:
         return None
     live = [row["draw"] for row in rows if row["credit"] != 0]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spiral_fast.record.files import written_aside
+from spiral_fast.record.files import writing, written_aside
 from spiral_fast.trace import ProblemRollout, Trace
 
 SCHEMA = pa.schema(
@@ -42,7 +42,8 @@ def write_traces(folder: Path, step: int, rollouts: Iterable[ProblemRollout]) ->
     """One file, whole or absent; no prompt is stored twice."""
     rows = [_row(step, rollout, trace) for rollout in rollouts for trace in rollout.traces()]
     path = folder / f"step_{step:06d}.parquet"
-    folder.mkdir(exist_ok=True)
+    with writing(folder):
+        folder.mkdir(exist_ok=True)
     with written_aside(path) as aside:
         pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), aside, compression="zstd")
     return path

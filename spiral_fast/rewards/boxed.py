@@ -29,3 +29,8 @@ def last_box(text: str) -> str | None:
 def same_spacing(answer: str) -> str:
     """`answer` with each run of white space as one blank: all that exact answers and majority votes normalise."""
     return " ".join(answer.split())
+
+
+def boxed_answer(text: str) -> str | None:
+    """The answer of a completion; None without a box or with an empty one, which is no answer and has no vote."""
+    return same_spacing(last_box(text) or "") or None

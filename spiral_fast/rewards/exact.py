@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spiral_fast.rewards.boxed import last_box, same_spacing
+from spiral_fast.rewards.boxed import boxed_answer, same_spacing
 from spiral_fast.rewards.grader import CORRECT, WRONG, Item, Verdict
 
 
@@ -30,8 +30,7 @@ class ExactGrader(_InProcess):
         return verdicts
 
     def answer(self, text: str) -> str | None:
-        box = last_box(text)
-        return None if box is None else same_spacing(box)
+        return boxed_answer(text)
 
 
 class PartsGrader(_InProcess):

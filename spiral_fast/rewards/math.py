@@ -1,9 +1,9 @@
 """Mathematical answers by math-verify, each in a process that is killed from outside when its time is over.
 
 math-verify's own time-outs are signals, which only work in the main thread and not inside one long C call; here they
-are off. The rule: the last box of the completion (boxed.py) is compared with the reference answer; no box is wrong. The
-finish reason plays no part. math-verify reads plain words as products of their letters: for answers that are words use
-reward.kind exact.
+are off. The rule: the last box of the completion (boxed.py) is compared with the reference answer; no box, or an empty
+one, is wrong. The finish reason plays no part. math-verify reads plain words as products of their letters: for answers
+that are words use reward.kind exact.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from spiral_fast.config import ConfigError, RewardConfig
-from spiral_fast.rewards.boxed import last_box, same_spacing
+from spiral_fast.install import install_command
+from spiral_fast.rewards.boxed import boxed_answer
 from spiral_fast.rewards.grader import CORRECT, COULD_NOT_GRADE, WRONG, Item, Verdict
 
 START_S = 120.0  # seconds a worker may take to import math-verify, on a busy machine
@@ -90,7 +91,7 @@ class MathGrader:
 
     def __init__(self, config: RewardConfig):
         if importlib.util.find_spec("math_verify") is None:
-            raise ConfigError("reward.kind: 'math' needs math-verify: pip install 'spiral-fast[train]'")
+            raise ConfigError(f"reward.kind: 'math' needs math-verify; run: {install_command('train')}")
         self.config = config
         self._workers: list[_Worker] = []
         self._free: queue.Queue[_Worker] = queue.Queue()
@@ -126,5 +127,4 @@ class MathGrader:
         return Verdict(float(verdict == CORRECT), verdict, pair[1], reason)
 
     def answer(self, text: str) -> str | None:
-        box = last_box(text)
-        return None if box is None else same_spacing(box)
+        return boxed_answer(text)

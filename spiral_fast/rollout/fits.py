@@ -1,4 +1,4 @@
-"""Refuse at start what could overflow the model's context in the worst case."""
+"""Refuse at start what could overflow the model's context or the engine's cache in the worst case."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ class WorstCase:
 
 
 def worst_case(config: Config, prompts, problems: Sequence[Problem]) -> WorstCase:
-    """From the longest search prompt among `problems`, sets of candidates of full length and both L_max."""
+    """From the longest search prompt among `problems`, sets of candidates of full length and both L_max.
+
+    A true bound: a quoted candidate is never longer than it was sampled, and all else does not depend on the problem.
+    """
     rollout = config.rollout
     longest = max(problems, key=lambda problem: len(prompts.search(problem)))
     search_prompt = len(prompts.search(longest))
@@ -40,12 +43,17 @@ def worst_case(config: Config, prompts, problems: Sequence[Problem]) -> WorstCas
 
 
 def check_fits(config: Config, prompts, problems: Sequence[Problem], max_context: int) -> WorstCase:
-    """Raises ConfigError when the worst case exceeds `max_context` tokens or a search prompt its limit."""
+    """Raises ConfigError when the worst case exceeds `max_context` or rollout.cache_tokens, or a prompt its limit."""
     worst = worst_case(config, prompts, problems)
     if worst.longest > max_context:
         raise ConfigError(
             f"{worst.key}: {getattr(config.rollout, worst.key.partition('.')[2])} cannot be used: the longest sequence "
             f"({worst.longest} tokens) would exceed the model's context of {max_context}; lower it, the other L_max or "
             "rollout.set_size"
+        )
+    if worst.longest > config.rollout.cache_tokens:
+        raise ConfigError(
+            f"rollout.cache_tokens: {config.rollout.cache_tokens} cannot be used: the longest sequence alone may need "
+            f"{worst.longest} tokens; raise it or lower {worst.key}"
         )
     return worst

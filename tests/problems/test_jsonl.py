@@ -29,6 +29,12 @@ def test_without_an_id_field_the_id_is_file_and_line(tmp_path):
     assert [problem.id for problem in read_jsonl(write(tmp_path, GOOD, "", GOOD))] == ["rows.jsonl:1", "rows.jsonl:3"]
 
 
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
+    path = tmp_path / "windows.jsonl"
+    path.write_text(GOOD + "\r\n" + GOOD + "\r\n", encoding="utf-8-sig")
+    assert [problem.question for problem in read_jsonl(path)] == ["1+1", "1+1"]
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from spiral_fast.config import Config, ConfigError
 from spiral_fast.prompts import make_prompts
 from spiral_fast.prompts.text import SYSTEM
+from spiral_fast.rollout.fits import check_fits, worst_case
 from spiral_fast.trace import Problem
 
 CHATML = (
@@ -152,10 +155,67 @@ def test_control_tokens_in_a_candidate_or_a_question_become_text(name):
     harmless = prompts.aggregation(PROBLEM, [ids("ok", name)])
     attacked = prompts.aggregation(PROBLEM, [[*sampled, prompts.tokenizer.eos_token_id]])
     assert count(attacked) == count(harmless)
-    assert ATTACK in prompts.tokenizer.decode(attacked)  # it still reads the same
+    marked = re.sub("|".join(map(re.escape, CONTROL)), "<", ATTACK)  # one ordinary token stands for each
+    assert marked in prompts.tokenizer.decode(attacked) and len(attacked) == len(harmless) + len(sampled) - len(
+        ids("ok")
+    )
     problem = Problem("p", ATTACK, "3")
     assert count(prompts.search(problem)) == count(prompts.search(PROBLEM))
     assert ATTACK in prompts.tokenizer.decode(prompts.search(problem))
+
+
+@every_template
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_a_candidate_never_grows_and_ordinary_tokens_stay(name, data):
+    prompts = PROMPTS[name]
+    tokens = data.draw(st.lists(st.integers(0, len(prompts.tokenizer) - 1), max_size=30))
+    quoted = prompts.quote(tokens)
+    control = set(prompts._stand_in)
+    kept = tokens[:-1] if tokens and tokens[-1] in control else tokens
+    assert len(quoted) == len(kept) and not control & set(quoted)
+    assert all(new == old for new, old in zip(quoted, kept, strict=True) if old not in control)
+
+
+@every_template
+def test_the_worst_case_bounds_every_candidate(name):
+    """Candidates of nothing but the control token with the longest spelling, at full length."""
+    rollout = {"search_max_new_tokens": 7, "aggregation_max_new_tokens": 5, "set_size": 3}
+    prompts = make(name)
+    config = Config(run_dir="x", model={"path": "x"}, problems={"source": "jsonl"}, rollout=rollout)
+    problems = [Problem("p0", "1 + 1", "2"), Problem("p1", PROBLEM.question + ATTACK, "3"), PROBLEM]
+    worst = worst_case(config, prompts, problems)
+    longest = 0
+    for id in range(len(prompts.tokenizer)):
+        longest = max(longest, *(len(prompts.aggregation(problem, [[id] * 7] * 4)) for problem in problems))
+    assert longest == worst.aggregation_prompt  # recursive self-aggregation quotes 4
+    assert worst.longest == longest + 5
+    for cache, limit in ((worst.longest, worst.longest), (10**6, worst.longest)):
+        fitting = config.model_copy(update={"rollout": config.rollout.model_copy(update={"cache_tokens": cache})})
+        assert check_fits(fitting, prompts, problems, limit) == worst
+    small = config.model_copy(update={"rollout": config.rollout.model_copy(update={"cache_tokens": worst.longest - 1})})
+    with pytest.raises(
+        ConfigError, match=rf"^rollout.cache_tokens: {worst.longest - 1} cannot be used: .*{worst.longest}"
+    ):
+        check_fits(small, prompts, problems, 10**6)
+
+
+def test_a_control_token_that_no_ordinary_text_spells_is_refused():
+    tokenizer = make_tokenizer(None)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["\u2402"]})  # one character: cutting it changes nothing
+    config = Config(run_dir="x", model={"path": "x"}, problems={"source": "jsonl"})
+    with pytest.raises(ConfigError, match="cannot spell its control token '\u2402' as ordinary text"):
+        make_prompts(config, tokenizer)
+
+
+def test_white_space_of_a_template_is_ordinary_text():
+    """gemma's tokenizer has an added token for a blank line, which its template may hold."""
+    tokenizer = make_tokenizer(LLAMA)
+    tokenizer.add_tokens(["\n\n"])
+    prompts = make_prompts(Config(run_dir="x", model={"path": "x"}, problems={"source": "jsonl"}), tokenizer)
+    (blank_line,) = tokenizer.encode("\n\n", add_special_tokens=False)
+    assert blank_line in prompts.head
+    assert prompts.quote([blank_line, *ids("a")]) == [blank_line, *ids("a")]
 
 
 def test_an_added_token_of_the_template_is_control_too():

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import errno
 import json
 import math
+from pathlib import Path
 
 import pytest
 import yaml
 
 from spiral_fast.config import Config, ConfigError
+from spiral_fast.record.files import CannotWrite, cannot_write, write_json
 from spiral_fast.record.recorder import Recorder
 from tests.record.run_of_three_steps import config_of, evaluation, make_run, metrics, quiet, rollout
 
@@ -43,6 +46,60 @@ def test_a_folder_that_holds_a_run_is_refused_and_untouched(tmp_path):
     with pytest.raises(ConfigError, match=r"^run_dir: .* already holds a run") as error:
         Recorder(tmp_path, config_of(tmp_path, seed=1), quiet()[0])
     assert "\n" not in str(error.value) and (tmp_path / "metrics.jsonl").read_text() == before
+
+
+def test_a_start_that_recorded_nothing_may_be_made_again(tmp_path):
+    for seed in (0, 1):
+        with pytest.raises(RuntimeError), Recorder(tmp_path, config_of(tmp_path, seed=seed), quiet()[0]) as record:
+            (record.run_dir / "checkpoints" / "step_000000").mkdir(parents=True)  # what a run saves when it fails
+            assert yaml.safe_load((tmp_path / "config.yaml").read_text())["seed"] == seed
+            raise RuntimeError("before the first evaluation")
+    with Recorder(tmp_path, config_of(tmp_path), quiet()[0]) as record:
+        assert not (tmp_path / "checkpoints" / "step_000000").exists()  # it was another start's
+        record.evaluation("before", evaluation(0.2))
+    with pytest.raises(ConfigError, match="already holds a run"):
+        Recorder(tmp_path, config_of(tmp_path), quiet()[0])
+
+
+def test_checkpoints_alone_are_a_run(tmp_path):
+    (tmp_path / "checkpoints" / "step_000050").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="already holds a run"):
+        Recorder(tmp_path, config_of(tmp_path), quiet()[0])
+
+
+def test_two_runs_never_write_one_folder(tmp_path):
+    with Recorder(tmp_path, config_of(tmp_path), quiet()[0]):
+        with pytest.raises(ConfigError, match="is being written by another run"):
+            Recorder(tmp_path, config_of(tmp_path, seed=1), quiet()[0])
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["seed"] == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs the device that is always full")
+def test_a_full_disk_names_the_file(tmp_path):
+    record = Recorder(tmp_path, config_of(tmp_path), quiet()[0])
+    record._metrics = open("/dev/full", "a")
+    with pytest.raises(CannotWrite, match=r"metrics.jsonl: cannot be written \(No space left on device\)$"):
+        record.metrics(1, metrics(1))
+    with pytest.raises(CannotWrite, match=r"metrics.jsonl: cannot be written"):
+        record.close()
+    with pytest.raises(CannotWrite, match=r"eval_x.json: cannot be written \(Not a directory\)$"):
+        write_json(tmp_path / "config.yaml" / "eval_x.json", {})
+
+
+def test_a_failed_write_is_found_behind_what_followed_it():
+    full = Exception("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert "No space left" in cannot_write(full)
+    assert (
+        cannot_write(OSError(errno.ENOSPC, "No space left on device", "x")) == "[Errno 28] No space left on device: 'x'"
+    )
+    assert cannot_write(FileNotFoundError(errno.ENOENT, "No such file", "x")) is None
+    try:
+        try:
+            raise CannotWrite("traces: cannot be written (No space left on device)")
+        finally:
+            raise full
+    except Exception as error:
+        assert cannot_write(error) == "traces: cannot be written (No space left on device)"
 
 
 def test_traces_can_be_off(tmp_path):

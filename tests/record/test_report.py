@@ -94,6 +94,43 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path):
         write_report(tmp_path / "run")
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.yaml", b""),
+        ("config.yaml", b"a: [1"),
+        ("config.yaml", b"seed: 1\nmodel: builtin\n"),
+        ("config.yaml", b"\xff\xfe"),
+        ("environment.json", b"[]"),
+        ("eval_before.json", b""),
+        ("eval_before.json", b"{}"),
+        ("eval_before.json", b'{"pass_at_k": '),
+        ("metrics.jsonl", b"[1]\n{}\n"),
+        ("traces/step_000003.parquet", b"PAR1"),
+    ],
+)
+def test_a_damaged_file_is_one_line_that_names_it(finished, tmp_path, name, content):
+    shutil.copytree(finished, tmp_path / "run")
+    (tmp_path / "run" / name).write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        write_report(tmp_path / "run")
+    assert str(error.value).startswith(str(tmp_path / "run" / name)) and "\n" not in str(error.value)
+
+
+def test_clipping_and_pruning_are_told(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "run")
+    file = tmp_path / "run" / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row, clipped in zip(rows, (1.0, 0.0, 1.0), strict=True):
+        row |= {"grad/clipped": clipped, "tokens/learner_logical": 100, "tokens/learner_computed": 40}
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = " ".join(read(tmp_path / "run").text.split())
+    assert "steps with a clipped gradient 66.7% of 3" in text
+    assert "learner tokens not computed: rows without credit 60.0%" in text
+    assert "prompt tokens not computed: shared prefixes 75.0%" in text
+    assert "clipped" not in read(finished).text  # older runs lack the metric
+
+
 def test_no_run_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match="holds no run"):
         write_report(tmp_path)

@@ -17,7 +17,8 @@ from spiral_fast.trace import Problem
         ("12", "\\boxed{12.0}", Verdict(0.0, "wrong", "12.0")),
         ("12", "\\boxed{12} or \\boxed{13}", Verdict(0.0, "wrong", "13")),
         ("12", "12", Verdict(0.0, "wrong", None)),
-        ("12", "\\boxed{}", Verdict(0.0, "wrong", "")),
+        ("12", "\\boxed{}", Verdict(0.0, "wrong", None)),
+        ("12", "\\boxed{12} \\boxed{ \n}", Verdict(0.0, "wrong", None)),
     ],
 )
 @pytest.mark.parametrize("finish_reason", ["stop", "length"])

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 
 import pytest
 
 from spiral_fast.config import Config, ConfigError
+from spiral_fast.install import install_command
 from spiral_fast.rewards import TooManyUngradable, Verdict, check_ungradable, make_grader
 from spiral_fast.rewards.exact import ExactGrader, PartsGrader
 from spiral_fast.rewards.math import MathGrader
@@ -39,7 +41,7 @@ def test_math_cannot_grade_parts():
 
 def test_missing_math_verify_is_one_line_with_the_command(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"math-verify: pip install 'spiral-fast\[train\]'$"):
+    with pytest.raises(ConfigError, match=re.escape(f"needs math-verify; run: {install_command('train')}")):
         make_grader(config_of("jsonl"))
 
 
