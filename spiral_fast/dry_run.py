@@ -27,10 +27,10 @@ def dry_run(config: Config) -> None:
     heading("problems")
     for name, count in parts.problems.counts.items():
         show(f"{name}: {count:,}")
-    model = parts.loaded.model
+    model = parts.loaded.causal_lm
     heading("model")
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    name, total = type(model.get_base_model()).__name__, model.num_parameters()
+    name, total = type(model).__name__, model.num_parameters()
     show(f"{name} on {model.device}: {trained:,} trained of {total:,} parameters")
     show(f"end-of-sequence ids {sorted(parts.loaded.eos_token_ids)}, context {parts.loaded.max_context:,} tokens")
     rollout, worst = config.rollout, parts.worst

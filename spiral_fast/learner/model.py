@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from spiral_fast.config import ConfigError, ModelConfig
@@ -36,27 +36,16 @@ class LoadedModel:
 def load_model(config: ModelConfig, device: str) -> LoadedModel:
     """Load `config.path` and put the adapter on it. A fresh adapter draws its A matrices from torch's global RNG; its
     B matrices are 0, so that it starts as the base model. Raises ConfigError in one line naming the key."""
-    source = _source(config.path)
     try:
-        model_config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        check_config(model_config)
-        model, info = AutoModelForCausalLM.from_pretrained(
-            source,
-            config=model_config,
-            dtype=getattr(torch, config.dtype),
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-        check_modules(model)
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        model, tokenizer = _read(_source(config.path), getattr(torch, config.dtype))
+    except ConfigError:
+        raise
     except UnsupportedModel as error:
         raise ConfigError(f"model.path: {config.path!r} {error}") from None
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        hint = "" if Path(source).is_dir() else "; if this machine is offline give a folder instead of a hub id"
-        raise ConfigError(f"model.path: {config.path!r} cannot be loaded{hint} ({_one_line(error)})") from None
-    if missing := sorted(info["missing_keys"]):
-        raise ConfigError(f"model.path: {config.path!r} lacks the weight {missing[0]!r} ({len(missing)} missing)")
+    except Exception as error:  # of any class: the readers of these files do not expect broken ones
+        is_local = ":" in config.path or Path(config.path).expanduser().is_dir()
+        hint = "" if is_local else "; if this machine is offline give a folder instead of a hub id"
+        raise ConfigError(f"model.path: {config.path!r} cannot be loaded{hint} ({_one_line(error)})") from error
     model.requires_grad_(False)
     with warnings.catch_warnings():  # peft reads a name that transformers 5.24 renamed
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
@@ -66,6 +55,32 @@ def load_model(config: ModelConfig, device: str) -> LoadedModel:
     except UnsupportedModel as error:
         raise ConfigError(f"model.path: {config.path!r} {error}") from error
     return LoadedModel(peft_model, tokenizer, eos_token_ids(model, tokenizer), model.config.max_position_embeddings)
+
+
+def _read(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer of a folder or hub id. Raises UnsupportedModel, and whatever the files make others raise."""
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    check_config(config)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        source,
+        config=config,
+        dtype=dtype,
+        use_safetensors=True,
+        trust_remote_code=False,
+        ignore_mismatched_sizes=True,  # to name them
+        output_loading_info=True,
+    )
+    if missing := sorted(info["missing_keys"]):
+        raise UnsupportedModel(f"lacks the weight {missing[0]!r} ({len(missing)} missing)")
+    for name, found, expected in sorted(info["mismatched_keys"]):
+        raise UnsupportedModel(f"has a weight {name!r} of shape {tuple(found)}; by its config it is {tuple(expected)}")
+    if unused := sorted(name for name in info["unexpected_keys"] if ".layers." in name and name.endswith(".weight")):
+        raise UnsupportedModel(f"has a weight {unused[0]!r} that its config has no place for ({len(unused)} in all)")
+    check_modules(model)
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise UnsupportedModel("has no tokenizer: no token stands for text")
+    return model, tokenizer
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -115,8 +130,8 @@ def _with_adapter(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
             _check_whole(folder / "adapter_model.safetensors", peft_model)
         except ConfigError:
             raise
-        except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
-            raise ConfigError(f"model.adapter: {config.adapter!r} cannot be loaded ({_one_line(error)})") from None
+        except Exception as error:
+            raise ConfigError(f"model.adapter: {config.adapter!r} cannot be loaded ({_one_line(error)})") from error
     else:
         targets = lora.target_modules
         if targets != "all-linear":
@@ -144,6 +159,6 @@ def _check_whole(file: Path, model: PeftModel) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    """The message's first lines; transformers and torch may list each weight of the model."""
-    text = " ".join(str(error).split())
+    """Class and message, cut: transformers and torch may list each weight of the model."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 300 else text[:300] + " ..."

@@ -155,12 +155,41 @@ def wrong_shape(file):
     rewrite(file, change)
 
 
-@pytest.mark.parametrize("damage", [cut, wrong_shape, lambda file: file.write_bytes(b"")])
-def test_broken_model_files_are_refused(folder, damage):
-    damage(folder / "model.safetensors")
-    with pytest.raises(ConfigError, match="^model.path: .* cannot be loaded") as error:
+def write(name, text):
+    return lambda folder: (folder / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: cut(folder / "model.safetensors"), "cannot be loaded .*SafetensorError"),
+        (write("model.safetensors", ""), "cannot be loaded .*SafetensorError"),
+        (
+            lambda folder: wrong_shape(folder / "model.safetensors"),
+            r"has a weight '.*' of shape \(3, 3\); by its config",
+        ),
+        (lambda folder: edit(folder, num_key_value_heads=1), r"has a weight '.*k_proj.*' of shape \(256, 32\); by its"),
+        (lambda folder: edit(folder, num_hidden_layers=1, layer_types=["full_attention"]), "config has no place for"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "cannot be loaded .*no file named model.safetensors"),
+        (write("config.json", "{"), "cannot be loaded .*not a valid JSON file"),
+        (lambda folder: edit(folder, hidden_size="abc"), "cannot be loaded .*hidden_size"),
+        (lambda folder: edit(folder, num_attention_heads=0), "cannot be loaded .*ZeroDivisionError"),
+        (write("tokenizer.json", "{}"), "cannot be loaded .*KeyError"),
+        (lambda folder: [file.unlink() for file in folder.glob("tokenizer*")], "has no tokenizer"),
+    ],
+)
+def test_broken_model_files_are_refused(folder, damage, message):
+    damage(folder)
+    with pytest.raises(ConfigError, match=f"^model.path: .* {message}") as error:
         load_model(settings(folder), "cpu")
     assert "\n" not in str(error.value) and len(str(error.value)) < 600
+
+
+def test_a_broken_gguf_file_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "broken.gguf").write_bytes(b"GGUFxxxxxxxx")
+    with pytest.raises(ConfigError, match="^model.path: .*broken.gguf' cannot be loaded"):
+        load_model(ModelConfig(path=f"gguf:{tmp_path / 'broken.gguf'}"), "cpu")
 
 
 def test_no_end_of_sequence_token_is_refused(folder):
