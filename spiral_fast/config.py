@@ -149,8 +149,12 @@ class RewardConfig(Section):
         "auto", description="auto = the task's own; math = math-verify on the last box; exact = same string in the box"
     )
     workers: PositiveInt = Field(1, description="grading processes")
-    timeout_s: PositiveFloat = Field(5.0, description="seconds before a grading is killed")
-    memory_mb: PositiveInt = Field(1024, description="MB one grading may take above a warm process")
+    timeout_s: Annotated[float, Field(gt=0, le=86400), NoBool] = Field(
+        5.0, description="seconds before a grading is killed"
+    )
+    memory_mb: Annotated[int, Field(gt=0, le=2**20), NoBool] = Field(
+        1024, description="MB one grading may take above a warm process"
+    )
     max_ungradable: Fraction = Field(
         0.05, description="share of answers of a step that could not be graded: stop above"
     )
@@ -168,7 +172,9 @@ class EvaluateConfig(Section):
     pass_at: Counts = Field([1, 2, 4, 8, 16, 32, 64], description="k of pass@k, each <= samples")
     majority_at: list[PositiveInt] = Field([4, 16], description="k of majority@k, each <= samples; [] = none")
     rsa: RsaConfig = RsaConfig()
-    bootstrap: PositiveInt = Field(1000, description="resamples of the problems for the intervals")
+    bootstrap: Annotated[int, Field(gt=0, le=100_000), NoBool] = Field(
+        1000, description="resamples of the problems for the intervals"
+    )
 
 
 class RecordConfig(Section):

@@ -58,6 +58,15 @@ def test_every_field_is_described():
         ("run_dir=''", "run_dir: '' is not allowed: string should have at least 1 character"),
         ("credit=3", "credit: 3 is not allowed: "),
         ("seed=9999999999999999999999", "seed: 9999999999999999999999 is not allowed: input should be less than 9"),
+        (
+            "reward.timeout_s=1e300",
+            "reward.timeout_s: '1e300' is not allowed: input should be less than or equal to",
+        ),
+        ("reward.memory_mb=99999999", "reward.memory_mb: 99999999 is not allowed: input should be less than or equal"),
+        (
+            "evaluate.bootstrap=1000000000",
+            "evaluate.bootstrap: 1000000000 is not allowed: input should be less",
+        ),
         ("threads=9999999999", "threads: 9999999999 is not allowed: input should be less than or equal to 1024"),
         (
             "problems.source=hub",

@@ -21,7 +21,7 @@ def read_jsonl(
         text = path.read_text(encoding="utf-8-sig")  # a byte-order mark is no part of the first row
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name, bytes that are no text
         raise ConfigError(f"{path}: cannot be read as UTF-8 text ({error})") from None
     problems: list[Problem] = []
     line_of: dict[str, int] = {}

@@ -71,5 +71,6 @@ def test_files_that_cannot_be_used(tmp_path):
     with pytest.raises(ConfigError, match="holds no problem"):
         read_jsonl(write(tmp_path, "", " "))
     (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="UTF-8"):
-        read_jsonl(tmp_path / "bytes.jsonl")
+    for path in (tmp_path / "bytes.jsonl", tmp_path / "nul\0.jsonl", tmp_path, tmp_path / ("n" * 300)):
+        with pytest.raises(ConfigError, match="cannot be read as UTF-8 text"):
+            read_jsonl(path)
