@@ -89,3 +89,27 @@ def tree_prompts(rng: np.random.Generator, problems: int = 4, sets: int = 3) -> 
             members = sorted(rng.choice(4, 3, replace=False))
             prompts.append(problem + [t for i in members for t in candidates[i]])
     return prompts
+
+
+def tree_requests(seed: int = 0, siblings: int = 3, **settings):
+    rng = np.random.default_rng(seed)
+    return [
+        request(prompt, seed=100 * p + i, max_new_tokens=int(rng.integers(1, 20)), index=i, **settings)
+        for p, prompt in enumerate(tree_prompts(rng))
+        for i in range(siblings)
+    ]
+
+
+def trie_tokens(prompts) -> int:
+    """Brute force: the number of distinct non-empty prefixes."""
+    return len({tuple(prompt[:n]) for prompt in prompts for n in range(1, len(prompt) + 1)})
+
+
+def check_counts(engine, requests, completions, before=None):
+    for each, done in zip(requests, completions, strict=True):
+        assert done.prompt_tokens == len(each.prompt) == done.cached_tokens + done.computed_tokens
+    now = engine.counts - before if before else engine.counts
+    assert now.prompt == sum(done.prompt_tokens for done in completions)
+    assert now.cached == sum(done.cached_tokens for done in completions)
+    assert now.computed == sum(done.computed_tokens for done in completions)
+    assert now.generated == sum(len(done.tokens) for done in completions)
