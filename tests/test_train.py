@@ -226,7 +226,7 @@ def test_a_jsonl_file_graded_by_math_verify(tmp_path):
         "problems.eval_size=4",
         "warm_start.steps=0",
         "learner.steps=1",
-        "batch.live_problems=1",
+        "batch={live_problems: 1, max_rounds: 1}",
         "rollout={n_search: 4, n_sets: 2, set_size: 2, n_aggregations: 2}",
         "rollout.search_max_new_tokens=24",
         "rollout.aggregation_max_new_tokens=24",
