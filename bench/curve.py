@@ -31,13 +31,14 @@ def main() -> None:
             values = run.series(prefix + level)
             (line,) = axes.plot(steps, values, alpha=0.3, linewidth=1)
             axes.plot(steps, running_mean(values), color=line.get_color(), label=level)
-        axes.set(title=f"{title} (bold: mean of the last 10 steps)", xlabel="step")
-    for label in ("before", "after"):
-        figures = run.evaluations[label]
-        names = [*(f"pass@{k}" for k in figures["pass_at_k"]), *(f"RSA {i}" for i in range(len(figures["rsa"])))]
-        evaluation.plot(names, [*figures["pass_at_k"].values(), *figures["rsa"]], "o-", label=label)
+        axes.set(title=title, xlabel="step (bold: mean of the last 10)")
+    for shift, label in ((-0.2, "before"), (0.2, "after")):
+        found = run.evaluations[label]
+        names = [*(f"pass@{k}" for k in found["pass_at_k"]), *(f"RSA {i}" for i in range(len(found["rsa"])))]
+        places = [i + shift for i in range(len(names))]
+        evaluation.bar(places, [*found["pass_at_k"].values(), *found["rsa"]], 0.4, label=label)
     evaluation.set(title="evaluation", ylim=(0, 1))
-    evaluation.tick_params(axis="x", rotation=45)
+    evaluation.set_xticks(range(len(names)), names, rotation=45)
     for axes in (reward, entropy, evaluation):
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
