@@ -23,6 +23,8 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     arguments = parser.parse_args()
     run = read_run(arguments.run)
+    if run.incomplete:
+        parser.error(f"{arguments.run} is incomplete: {run.incomplete}")
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     reward, entropy, evaluation = figure.subplots(1, 3)
     steps = [row["step"] for row in run.metrics]

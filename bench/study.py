@@ -1,6 +1,7 @@
 """SPIRAL beside GRPO on the demo task: every learning rate of one common grid, three seeds each. `make study`.
 
-Each algorithm's learning rate is the one with the best mean RSA step 3. Runs already complete below --runs are kept.
+Each algorithm's learning rate is the one with the best mean RSA step 3. Runs already complete below
+--runs are kept: after a change of code or configs give another folder.
 Writes study.md, study.png and study.json into the folder --out (docs).
 """
 

@@ -168,7 +168,7 @@ class RsaConfig(Section):
 
 class EvaluateConfig(Section):
     every: NonNegativeInt = Field(0, description="steps between evaluations; 0 = only before and after")
-    samples: PositiveInt = Field(64, description="independent search traces per problem")
+    samples: Annotated[PositiveInt, Field(le=4096)] = Field(64, description="independent search traces per problem")
     pass_at: Counts = Field([1, 2, 4, 8, 16, 32, 64], description="k of pass@k, each <= samples")
     majority_at: list[PositiveInt] = Field([4, 16], description="k of majority@k, each <= samples; [] = none")
     rsa: RsaConfig = RsaConfig()
@@ -267,9 +267,11 @@ def refusals(config: Config) -> list[str]:
             refuse(f"learner.{key}", getattr(config.learner, key), "only 0 (the paper's value) is supported")
     if credit.algorithm == "spiral":
         n1, n, k, n2 = rollout.n_search, rollout.set_size, rollout.n_sets, rollout.n_aggregations
+        if n1 < 2:
+            refuse("rollout.n_search", n1, "a set needs fewer traces than there are; use at least 2")
         if k < 2:
             refuse("rollout.n_sets", k, "with fewer than 2 sets every search credit is zero; use at least 2")
-        if not 0 < n < n1:
+        if n1 > 1 and not 0 < n < n1:
             why = f"allowed: 1 .. n_search - 1 = {n1 - 1}; a set of all traces makes every search credit zero"
             refuse("rollout.set_size", n, why)
         if n2 < 2:
@@ -300,6 +302,12 @@ def refusals(config: Config) -> list[str]:
         )
     elif credit.search_weight != 1:
         refuse("credit.search_weight", credit.search_weight, "grpo has no second term to weigh against; remove it")
+    elif credit.aggregation_target_length is not None:
+        why = "grpo trains no aggregation; remove it"
+        refuse("credit.aggregation_target_length", credit.aggregation_target_length, why)
+    elif rollout.set_sampler != "uniform" or rollout.member_order != "index":
+        key = "set_sampler" if rollout.set_sampler != "uniform" else "member_order"
+        refuse(f"rollout.{key}", getattr(rollout, key), "grpo draws no sets; remove it")
     elif rollout.n_search < 2:
         refuse("rollout.n_search", rollout.n_search, "with a group of 1 every credit is zero; use at least 2")
     for level in ("search", "aggregation"):

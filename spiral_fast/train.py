@@ -75,6 +75,7 @@ def train(config: Config) -> Path:
                     round_problems=config.batch.round_problems or batch_size,
                     max_rounds=config.batch.max_rounds,
                 )
+                engine.set_policy(learner.policy_version)  # frees the cache for the learner
                 with watch("learn"):
                     stats = learner.accumulate(loss_rows(batch.live, config))
                 with interrupts_held():  # an update and its record belong together

@@ -105,6 +105,17 @@ def test_union_names_both_alternatives():
             + [f"rollout.{key}=0" for key in ("n_sets", "set_size", "n_aggregations")],
             "credit.search_weight",
         ),
+        (
+            ["credit.algorithm=grpo", "credit.aggregation_target_length=10"]
+            + [f"rollout.{key}=0" for key in ("n_sets", "set_size", "n_aggregations")],
+            "credit.aggregation_target_length",
+        ),
+        (
+            ["credit.algorithm=grpo", "rollout.set_sampler=balanced"]
+            + [f"rollout.{key}=0" for key in ("n_sets", "set_size", "n_aggregations")],
+            "rollout.set_sampler",
+        ),
+        (["rollout.n_search=1"], "rollout.n_search"),
         (["learner.kl_coef=0.1"], "learner.kl_coef"),
         (["learner.entropy_coef=0.1"], "learner.entropy_coef"),
         (["problems.source=jsonl"], "problems.train_file"),

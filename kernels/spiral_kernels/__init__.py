@@ -1,4 +1,4 @@
-"""Kernels for reinforcement learning of language models; needs torch alone."""
+"""Kernels for reinforcement learning of language models; needs torch, numpy and numba only."""
 
 from __future__ import annotations
 

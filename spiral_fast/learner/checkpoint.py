@@ -1,4 +1,5 @@
-"""What a learner leaves: a PEFT adapter that plain peft loads, and the state that lets the run continue bit for bit."""
+"""What a learner leaves: a PEFT adapter that plain peft loads, and its own state, from which `restore` makes the same
+next steps bit for bit."""
 
 from __future__ import annotations
 

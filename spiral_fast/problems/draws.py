@@ -7,8 +7,7 @@ from functools import lru_cache
 
 
 class Draws:
-    """Draw i of the run, an index into the training problems; a function of (n, seed, shuffle) and i, so a resumed run
-    goes on exactly.
+    """Draw i of the run, an index into the training problems: a function of (n, seed, shuffle) and i alone.
 
     Every epoch is a permutation of all n problems, a new one each epoch; without `shuffle` the file order repeats.
     """

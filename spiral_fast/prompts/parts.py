@@ -39,7 +39,8 @@ class PartsPrompts:
         """The candidates' ids verbatim, end of sequence dropped; a token that is no word of a trace becomes unknown."""
         if len(candidates) > len(POSITIONS):
             raise ConfigError(
-                f"rollout.set_size: the task parts quotes at most {len(POSITIONS)} candidates, not {len(candidates)}"
+                f"rollout.set_size or evaluate.rsa.set_size: {len(candidates)} cannot be used: the task parts quotes at "
+                f"most {len(POSITIONS)} candidates"
             )
         tokens = self._problem(problem)
         eos, unknown = self.id_of[EOS], self.id_of[UNKNOWN]

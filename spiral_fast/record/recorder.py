@@ -1,4 +1,5 @@
-"""The run's folder, filled while it runs. Killing the process at any instant loses at most the current step."""
+"""The run's folder, filled while it runs. Killing the process at any instant loses at most the
+record of the current step."""
 
 from __future__ import annotations
 

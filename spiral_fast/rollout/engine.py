@@ -69,7 +69,8 @@ class Engine(Protocol):
     def set_policy(self, version: int) -> None:
         """From now on the weights are those of `version`; no keys or values of an older version are read again.
 
-        Raises RuntimeError while requests are queued or running.
+        Raises RuntimeError while requests are queued or running. That the engine really has the learner's weights shows
+        in `logp_gap/*` of the next step's metrics; the embedded engine also notices weights changed without this call.
         """
 
     def close(self) -> None: ...

@@ -48,7 +48,7 @@ def test_decode_keeps_stray_control_words_so_that_the_format_is_wrong():
 
 
 def test_refusals():
-    with pytest.raises(ConfigError, match="rollout.set_size: .* at most 8 candidates, not 9"):
+    with pytest.raises(ConfigError, match="rollout.set_size or evaluate.rsa.set_size: 9 .* at most 8 candidates"):
         PROMPTS.aggregation(PROBLEM, [TRACE] * 9)
     config = Config(
         run_dir="x", model={"path": "builtin:parts"}, problems={"source": "parts"}, rollout={"max_prompt_tokens": 16}

@@ -10,7 +10,7 @@ output at the end of a prompt is kept, so a prompt seen before costs nothing; on
 admitted together the first with a prefix computes it.
 
 Memory. `cache_tokens` bounds the prompt tokens in the tree plus `max_new_tokens` of every running request. Decoding
-also keeps one padded copy of each *distinct* running prompt, outside this budget.
+also keeps a padded copy of each running prompt (one per group of siblings admitted together), outside this budget.
 """
 
 from __future__ import annotations
