@@ -38,10 +38,8 @@ class PartsPrompts:
     def aggregation(self, problem: Problem, candidates: list[list[int]]) -> list[int]:
         """The candidates' ids verbatim, end of sequence dropped; a token that is no word of a trace becomes unknown."""
         if len(candidates) > len(POSITIONS):
-            raise ConfigError(
-                f"rollout.set_size or evaluate.rsa.set_size: {len(candidates)} cannot be used: the task parts quotes at "
-                f"most {len(POSITIONS)} candidates"
-            )
+            at_most = f"the task parts quotes at most {len(POSITIONS)} candidates"
+            raise ConfigError(f"rollout.set_size or evaluate.rsa.set_size: {len(candidates)} cannot be used: {at_most}")
         tokens = self._problem(problem)
         eos, unknown = self.id_of[EOS], self.id_of[UNKNOWN]
         for position, candidate in zip(POSITIONS, candidates, strict=False):
