@@ -1,6 +1,7 @@
 from collections import Counter
 from fractions import Fraction
 from itertools import combinations
+from math import comb
 
 import numpy as np
 import pytest
@@ -70,3 +71,24 @@ def test_64_samples_agree_with_20000_votes():
 def test_more_than_the_samples_is_refused():
     with pytest.raises(ValueError, match="majority@3 needs at least 3 samples, there are 2"):
         majority_at_k(["a", "b"], [True, False], 3)
+
+
+def test_1100_samples_agree_with_integers():
+    """C(1100, 530) is beyond float64."""
+    n_a, n_b, n_c, silent, k = 455, 445, 2, 198, 530
+    won = 0
+    for a in range(n_a + 1):
+        for c in range(n_c + 1):
+            for b in range(max(0, k - a - c - silent), min(n_b, k - a - c) + 1):
+                if b >= max(a, c):  # an answer that ties with b halves the win; c never does here
+                    subsets = comb(n_a, a) * comb(n_b, b) * comb(n_c, c) * comb(silent, k - a - b - c)
+                    won += subsets * (1 if b > a else Fraction(1, 2))
+    answers = ["a"] * n_a + ["b"] * n_b + ["c"] * n_c + [None] * silent
+    truth = float(Fraction(won) / comb(1100, k))
+    assert 0.1 < truth < 0.45
+    assert majority_at_k(answers, [a == "b" for a in answers], k) == pytest.approx(truth, rel=1e-11)
+
+
+def test_all_correct_is_one():
+    answers = ["a"] * 300 + ["b"] * 300
+    assert all(0 <= 1 - majority_at_k(answers, [True] * 600, k) < 1e-12 for k in (1, 7, 64, 599, 600))
