@@ -22,10 +22,15 @@ def limit(memory_mb: int, timeout_s: float) -> None:
     if sys.platform == "linux":
         with open("/proc/self/statm") as file:
             size = int(file.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (size + memory_mb * 2**20, resource.RLIM_INFINITY))
+        set_soft(resource.RLIMIT_AS, size + memory_mb * 2**20)
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    seconds = int(usage.ru_utime + usage.ru_stime + timeout_s) + 2
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, resource.RLIM_INFINITY))
+    set_soft(resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime + timeout_s) + 2)
+
+
+def set_soft(kind: int, wanted: int) -> None:
+    """The soft limit becomes `wanted`, or the hard limit where that is lower: only root may raise a hard limit."""
+    hard = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
 
 
 class Breakdown:
