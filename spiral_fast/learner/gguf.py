@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
-import shutil
+import tempfile
 from pathlib import Path
 
 import torch
@@ -41,22 +41,19 @@ def dequantised(file: Path) -> Path:
     if folder.is_dir():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
-    aside = cache / f".{folder.name}-{os.getpid()}"
-    aside.mkdir()
-    try:
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=cache, ignore_cleanup_errors=True) as aside:
+        written = Path(aside) / folder.name
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         model = AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=torch.bfloat16, **_dequantise()
         )
-        model.save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
+        model.save_pretrained(written)
+        tokenizer.save_pretrained(written)
         try:
-            aside.rename(folder)
+            written.rename(folder)
         except OSError:  # another process was first
             if not folder.is_dir():
                 raise
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     return folder
 
 
