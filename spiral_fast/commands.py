@@ -48,14 +48,14 @@ def short_errors(command: Callable) -> Callable:
 
     @functools.wraps(command)
     def run(*args, **kwargs):
-        from spiral_fast.rewards.grader import TooManyUngradable
+        from spiral_fast.rewards.grader import GraderFailed, TooManyUngradable
         from spiral_fast.rollout.engine import PromptTooLong
 
         try:
             return command(*args, **kwargs)
         except ConfigError as error:
             _fail(error, 2)
-        except (TooManyUngradable, PromptTooLong, FloatingPointError) as error:
+        except (GraderFailed, TooManyUngradable, PromptTooLong, FloatingPointError) as error:
             _fail(error, 1)
         except ModuleNotFoundError as error:
             from spiral_fast.doctor import package_of

@@ -52,6 +52,10 @@ def make_grader(config: Config) -> Grader:
     return PartsGrader() if source == "parts" else ExactGrader()
 
 
+class GraderFailed(RuntimeError):
+    """A grading process does not start."""
+
+
 class TooManyUngradable(RuntimeError):
     """More answers than `reward.max_ungradable` could not be graded; rewards can no longer be trusted."""
 

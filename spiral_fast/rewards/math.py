@@ -21,16 +21,17 @@ from pathlib import Path
 from spiral_fast.config import ConfigError, RewardConfig
 from spiral_fast.install import install_command
 from spiral_fast.rewards.boxed import boxed_answer
-from spiral_fast.rewards.grader import CORRECT, COULD_NOT_GRADE, WRONG, Item, Verdict
+from spiral_fast.rewards.grader import CORRECT, COULD_NOT_GRADE, WRONG, GraderFailed, Item, Verdict
 
 START_S = 120.0  # seconds a worker may take to import math-verify, on a busy machine
 
 
 class _Worker:
-    """One warm math-verify process."""
+    """One warm math-verify process. Raises GraderFailed when it does not start."""
 
     def __init__(self, config: RewardConfig):
         self.config = config
+        self.ended = False
         self.start()
 
     def start(self) -> None:
@@ -44,9 +45,11 @@ class _Worker:
             text=True,
             start_new_session=True,
         )
+        if self.ended:  # while this one was being started
+            self.process.kill()
         if self._reply(START_S) != "ready":
             self.stop()
-            raise RuntimeError(
+            raise GraderFailed(
                 f"a grading process did not start: run `{sys.executable} -c 'import math_verify'` to see why"
             )
 
@@ -67,6 +70,8 @@ class _Worker:
                 reply = ""
             if reply:
                 return tuple(json.loads(reply))
+            if self.ended:
+                raise RuntimeError("the math grader was interrupted")
             self.restart()
             if reply is None:
                 return COULD_NOT_GRADE, f"no verdict on {answer[:80]!r} within {self.config.timeout_s} s"
@@ -75,6 +80,11 @@ class _Worker:
     def restart(self) -> None:
         self.stop()
         self.start()
+
+    def end(self) -> None:
+        """From another thread: the answer in hand is given up at once and no process follows."""
+        self.ended = True
+        self.process.kill()
 
     def stop(self) -> None:
         self.process.kill()
@@ -115,7 +125,12 @@ class MathGrader:
         pairs = [(problem.answer, self.answer(text)) for problem, text, _ in items]
         distinct = list(dict.fromkeys(pair for pair in pairs if pair[1] is not None))
         with ThreadPoolExecutor(self.config.workers) as threads:
-            graded = dict(zip(distinct, threads.map(self._grade, distinct), strict=True))
+            try:
+                graded = dict(zip(distinct, threads.map(self._grade, distinct), strict=True))
+            except BaseException:  # Ctrl-C: leaving the pool waits for the answers in hand
+                for worker in self._workers:
+                    worker.end()
+                raise
         return [Verdict(0.0, WRONG, None) if pair[1] is None else graded[pair] for pair in pairs]
 
     def _grade(self, pair: tuple[str, str]) -> Verdict:

@@ -11,8 +11,11 @@ import time
 
 import psutil
 import pytest
+import typer
 
+from spiral_fast.commands import short_errors
 from spiral_fast.config import RewardConfig
+from spiral_fast.rewards.grader import GraderFailed
 from spiral_fast.rewards.math import MathGrader
 from spiral_fast.trace import Problem
 
@@ -174,3 +177,48 @@ def test_workers_end_with_a_killed_parent(answer):
     parent.wait()
     gone, _ = psutil.wait_procs([worker], timeout=90)  # the limit is 3 s of CPU; a busy machine stretches them
     assert gone
+
+
+def test_ctrl_c_does_not_wait_for_the_answers_in_hand():
+    code = (
+        "import sys\n"
+        "from spiral_fast.config import RewardConfig\n"
+        "from spiral_fast.rewards.math import MathGrader\n"
+        "from spiral_fast.trace import Problem\n"
+        "with MathGrader(RewardConfig(timeout_s=600, workers=2)) as grader:\n"
+        "    print(*[worker.process.pid for worker in grader._workers], flush=True)\n"
+        "    grader.grade([(Problem('p', 'q', str(i)), '\\\\boxed{' + sys.argv[1] + '}', 'stop') for i in range(6)])\n"
+    )
+    command = [sys.executable, "-c", code, ADVERSARIAL["deep nesting"]]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    workers = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+    time.sleep(1)
+    parent.send_signal(signal.SIGINT)
+    _, printed = parent.communicate(timeout=120)  # against 600 s an answer
+    assert parent.returncode == -signal.SIGINT and printed.rstrip().endswith("KeyboardInterrupt")
+    assert len(workers) == 2 and not any(worker.is_running() for worker in workers)
+
+
+def test_an_ended_worker_answers_no_more():
+    with MathGrader(RewardConfig(workers=2)) as grader:
+        for worker in grader._workers:
+            worker.end()
+        with pytest.raises(RuntimeError, match="interrupted"):
+            grader.grade([box("5", "5"), box("6", "5"), box("7", "5")])
+
+
+def test_processes_that_do_not_start_are_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+
+    def grade():
+        with MathGrader(RewardConfig(workers=2)):
+            pass
+
+    with pytest.raises(GraderFailed):
+        grade()
+    with pytest.raises(typer.Exit) as stop:
+        short_errors(grade)()
+    assert stop.value.exit_code == 1
+    assert capsys.readouterr().err == (
+        "error: a grading process did not start: run `/bin/false -c 'import math_verify'` to see why\n"
+    )
