@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from typing import Protocol
 
 from spiral_fast.config import Config, ConfigError
@@ -22,6 +24,8 @@ class Examples(Protocol):
 def make_examples(config: Config, prompts: Prompts, problems: ProblemSets) -> Examples:
     task = config.problems
     set_size = config.rollout.set_size or config.evaluate.rsa.set_size  # GRPO aggregates in the evaluation only
+    prompts = copy.copy(prompts)
+    prompts.max_prompt_tokens = sys.maxsize  # that limit is for the data; chain_sum's examples have longer sums too
     used = {problem.question for problem in [*problems.train, *problems.eval]}
     if task.source == "chain_sum":
         return ChainSumExamples(config.seed, task.n_terms, task.n_digits, set_size, prompts, used)

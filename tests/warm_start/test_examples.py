@@ -9,11 +9,13 @@ from spiral_fast.config import Config, ConfigError
 from spiral_fast.problems import ProblemSets, load_problems
 from spiral_fast.problems.chain_sum import sum_stream
 from spiral_fast.problems.parts import check, make_problem, parse, solves
+from spiral_fast.prompts import make_prompts
 from spiral_fast.prompts.parts import EOS, PartsPrompts
 from spiral_fast.warm_start.chain_sum_examples import ChainSumExamples, worked_sum
 from spiral_fast.warm_start.examples import make_examples
 from spiral_fast.warm_start.parts_examples import PartsExamples
 from spiral_fast.warm_start.parts_model import build_tokenizer
+from tests.prompts.test_text import make_tokenizer
 
 PARTS_PROMPTS = PartsPrompts(build_tokenizer())
 
@@ -89,6 +91,17 @@ def test_the_sums_are_not_those_of_train_and_eval():
     assert used & set(one_digit)  # the stream alone would give some of them
     examples = make_examples(config, Spelled(), problems)
     assert not used & {examples.search()[0][0] for _ in range(400)}
+
+
+def test_a_prompt_limit_that_fits_the_problems_does_not_stop_the_longer_sums_of_the_examples():
+    pytest.importorskip("reasoning_gym")
+    config = Config(run_dir="x", model={"path": "x"}, problems={"source": "chain_sum", "train_size": 20})
+    problems = load_problems(config)
+    prompts = make_prompts(config, make_tokenizer(None))
+    longest = prompts.max_prompt_tokens = max(len(prompts.search(problem)) for problem in problems.train)
+    examples = make_examples(config, prompts, problems)
+    lengths = [len(examples.search()[0]) for _ in range(100)]
+    assert min(lengths) <= longest < max(lengths) and prompts.max_prompt_tokens == longest
 
 
 def problem_of(prompt: list[int], variable: bool):
