@@ -194,7 +194,10 @@ def test_ctrl_c_does_not_wait_for_the_answers_in_hand():
     workers = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
     time.sleep(1)
     parent.send_signal(signal.SIGINT)
-    _, printed = parent.communicate(timeout=120)  # against 600 s an answer
+    try:
+        _, printed = parent.communicate(timeout=120)  # against 600 s an answer
+    finally:
+        parent.kill()
     assert parent.returncode == -signal.SIGINT and printed.rstrip().endswith("KeyboardInterrupt")
     assert len(workers) == 2 and not any(worker.is_running() for worker in workers)
 
