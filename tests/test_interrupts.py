@@ -9,14 +9,6 @@ import pytest
 from spiral_fast.interrupts import interrupts_held
 
 
-@pytest.fixture(autouse=True)
-def ctrl_c_raises():
-    """Also where the tests were started with SIGINT ignored, as in a shell's background."""
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, previous)
-
-
 def test_ctrl_c_waits_for_the_end_of_the_block():
     done = []
     with pytest.raises(KeyboardInterrupt):

@@ -149,11 +149,6 @@ def test_a_step_without_credit_is_skipped_and_the_run_goes_on(tmp_path):
     assert first.read_bytes() == last.read_bytes()
 
 
-def _interruptible() -> None:
-    """A process started in a shell's background, as these tests may be, hands an ignored SIGINT on."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 @pytest.mark.parametrize("when", ["evaluation", "training"])
 def test_ctrl_c_ends_soon_and_says_where_the_run_lies(tmp_path, when):
     run = tmp_path / "stopped"
@@ -161,9 +156,7 @@ def test_ctrl_c_ends_soon_and_says_where_the_run_lies(tmp_path, when):
     if when == "evaluation":
         overrides += ["problems.eval_size=2000", "evaluate.samples=64"]
     command = [sys.executable, "-m", "spiral_fast.cli", "train", "configs/demo.yaml", *overrides]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=_interruptible
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 120
         while not (run / "metrics.jsonl").exists() or (when == "training" and len(metrics(run)) < 2):
@@ -176,7 +169,8 @@ def test_ctrl_c_ends_soon_and_says_where_the_run_lies(tmp_path, when):
     assert process.returncode == 130
     assert str(run) in errors.splitlines()[-1] and "Traceback" not in errors
     done = len(metrics(run))
-    assert (run / "checkpoints" / f"step_{done:06d}" / "adapter_model.safetensors").exists()
+    if when == "training":  # before, nothing was trained that could be lost
+        assert (run / "checkpoints" / f"step_{done:06d}" / "adapter_model.safetensors").exists()
     assert "incomplete" in write_report(run).read_text()
 
 
