@@ -7,6 +7,7 @@ into one line that names file, key, value and what is allowed.
 from __future__ import annotations
 
 import difflib
+from math import comb, perm
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -277,8 +278,6 @@ def refusals(config: Config) -> list[str]:
         if n2 < 2:
             refuse("rollout.n_aggregations", n2, "with fewer than 2 every aggregation credit is zero; use at least 2")
         if 0 < n < n1 and k >= 2:
-            from math import comb, perm
-
             possible = perm(n1, n) if rollout.set_sampler == "ordered" else comb(n1, n)
             if k > possible:
                 refuse("rollout.n_sets", k, f"only {possible} distinct sets of {n} out of {n1} traces exist")

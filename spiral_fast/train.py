@@ -21,7 +21,7 @@ from spiral_fast.rollout.live_batch import fill_live_batch
 from spiral_fast.rollout.make_engine import make_engine
 from spiral_fast.rollout.two_stage import roll_out
 from spiral_fast.set_up import set_up
-from spiral_fast.trace import SEARCH, ProblemRollout
+from spiral_fast.trace import AGGREGATION, SEARCH, ProblemRollout
 from spiral_fast.warm_start.run import warm_start
 
 
@@ -109,11 +109,10 @@ def grade(rollouts: list[ProblemRollout], grader, config: Config) -> None:
 
 def loss_rows(live: list[ProblemRollout], config: Config) -> list[Row]:
     """One row per trace; weights make the loss (1/|B|) sum over the live problems, their traces and tokens."""
-    weight = {level: 1.0 / len(live) for level in (0, 1)} if live else {}
-    if live:
-        weight[SEARCH] *= search_weight(config)
+    weight = 1.0 / max(1, len(live))
+    weights = {SEARCH: weight * search_weight(config), AGGREGATION: weight}
     return [
-        Row(trace.prompt, trace.tokens, trace.logp, trace.credit, weight[trace.key.level], trace.key.level)
+        Row(trace.prompt, trace.tokens, trace.logp, trace.credit, weights[trace.key.level], trace.key.level)
         for rollout in live
         for trace in rollout.traces()
     ]
