@@ -43,6 +43,7 @@ class Trace:
     text: str = ""  # decoded `tokens`, special tokens dropped
     reward: float | None = None  # None: not graded
     verdict: str | None = None  # "correct" | "wrong" | "could_not_grade" | None
+    answer: str | None = None  # what the grader extracted; None: not graded, or the completion holds none
     credit: float = 0.0  # after the gate; exactly 0.0 when dead
     gated: bool = False  # the gate set a positive credit to zero
 

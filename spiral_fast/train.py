@@ -104,7 +104,7 @@ def grade(rollouts: list[ProblemRollout], grader, config: Config) -> None:
     verdicts = grader.grade(items)
     check_ungradable(items, verdicts, config)
     for (_, trace), verdict in zip(traces, verdicts, strict=True):
-        trace.reward, trace.verdict = verdict.reward, verdict.verdict
+        trace.reward, trace.verdict, trace.answer = verdict.reward, verdict.verdict, verdict.answer
 
 
 def loss_rows(live: list[ProblemRollout], config: Config) -> list[Row]:
