@@ -1,49 +1,38 @@
-r"""Rewards without a solver: the same string in the last \boxed{}, and the task `parts` with its own checker."""
+r"""Rewards without a process: the same string in the last \boxed{}, and the task `parts` with its own checker."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from concurrent.futures import Future
 
 from spiral_fast.rewards.boxed import boxed_answer, same_spacing
-from spiral_fast.rewards.grader import CORRECT, WRONG, Item, Verdict
+from spiral_fast.rewards.grader import CORRECT, WRONG, Grader, Verdict
+from spiral_fast.trace import Problem
 
 
-class _InProcess:
-    """A grader that needs no process of its own."""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_) -> None:
-        pass
+def _known(correct: bool, answer: str | None) -> Future[Verdict]:
+    verdict: Future[Verdict] = Future()
+    verdict.set_result(Verdict(float(correct), CORRECT if correct else WRONG, answer))
+    return verdict
 
 
-class ExactGrader(_InProcess):
+class ExactGrader(Grader):
     """Correct iff the last box holds the reference answer, white space aside. The finish reason plays no part."""
 
-    def grade(self, items: Sequence[Item]) -> list[Verdict]:
-        verdicts = []
-        for problem, text, _ in items:
-            answer = self.answer(text)
-            correct = answer is not None and answer == same_spacing(problem.answer)
-            verdicts.append(Verdict(float(correct), CORRECT if correct else WRONG, answer))
-        return verdicts
+    def submit(self, problem: Problem, text: str, finish_reason: str) -> Future[Verdict]:
+        answer = self.answer(text)
+        return _known(answer is not None and answer == same_spacing(problem.answer), answer)
 
     def answer(self, text: str) -> str | None:
         return boxed_answer(text)
 
 
-class PartsGrader(_InProcess):
+class PartsGrader(Grader):
     """The checker of the task `parts`: every part hits its target, in strict format, ended by an end-of-sequence id."""
 
-    def grade(self, items: Sequence[Item]) -> list[Verdict]:
+    def submit(self, problem: Problem, text: str, finish_reason: str) -> Future[Verdict]:
         from spiral_fast.problems import parts
 
-        verdicts = []
-        for problem, text, finish_reason in items:
-            correct = parts.check(problem, text, finish_reason)
-            verdicts.append(Verdict(float(correct), CORRECT if correct else WRONG, self.answer(text)))
-        return verdicts
+        return _known(parts.check(problem, text, finish_reason), self.answer(text))
 
     def answer(self, text: str) -> str | None:
         from spiral_fast.problems import parts

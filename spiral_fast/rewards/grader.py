@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from concurrent.futures import Future
+from math import isfinite
+from typing import NamedTuple
 
 from spiral_fast.config import Config, ConfigError
 from spiral_fast.trace import Problem
@@ -19,18 +21,30 @@ class Verdict(NamedTuple):
     reason: str = ""  # why it could not be graded
 
 
-class Grader(Protocol):
-    """A context manager, usable from any thread; leaving it ends every process it started."""
+class Grader:
+    """A context manager, usable from any thread; leaving it gives up the gradings in hand and ends every process."""
 
-    def __enter__(self) -> Grader: ...
+    def __enter__(self) -> Grader:
+        return self
 
-    def __exit__(self, *_) -> None: ...
+    def __exit__(self, *_) -> None:
+        pass
 
-    def grade(self, items: Sequence[Item]) -> list[Verdict]:
-        """One verdict per item, in the items' order. Only the completion is graded, never the prompt."""
+    def submit(self, problem: Problem, text: str, finish_reason: str) -> Future[Verdict]:
+        """The verdict to come. Only the completion `text` is graded, never the prompt.
+
+        What is equal for this grader (the same reference and answer, say) gives the same future for as long as anybody
+        holds it, so that it is graded once.
+        """
+        raise NotImplementedError
 
     def answer(self, text: str) -> str | None:
         """The extracted answer, for majority voting."""
+        raise NotImplementedError
+
+    def grade(self, items: Sequence[Item]) -> list[Verdict]:
+        """One verdict per item, in the items' order."""
+        return [verdict.result() for verdict in [self.submit(*item) for item in items]]
 
 
 def make_grader(config: Config) -> Grader:
@@ -56,8 +70,25 @@ class GraderFailed(RuntimeError):
     """A grading process does not start."""
 
 
+class NonFiniteReward(FloatingPointError):
+    """A reward is NaN or infinite. `problems`: the ids of the problems concerned."""
+
+    def __init__(self, problems: list[str]):
+        self.problems = problems
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        named = ", ".join(map(repr, problems[:5]))
+        super().__init__(f"the reward is not a finite number for the problems {named}{more}; mend reward.function")
+
+
 class TooManyUngradable(RuntimeError):
     """More answers than `reward.max_ungradable` could not be graded; rewards can no longer be trusted."""
+
+
+def check_finite(items: Sequence[Item], verdicts: Sequence[Verdict]) -> None:
+    """Raise NonFiniteReward, naming the problems, when a reward is NaN or infinite."""
+    problems = [item[0].id for item, verdict in zip(items, verdicts, strict=True) if not isfinite(verdict.reward)]
+    if problems:
+        raise NonFiniteReward(list(dict.fromkeys(problems)))
 
 
 def check_ungradable(items: Sequence[Item], verdicts: Sequence[Verdict], config: Config) -> None:

@@ -13,15 +13,17 @@ import json
 import queue
 import subprocess
 import sys
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import wait
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from spiral_fast.config import ConfigError, RewardConfig
 from spiral_fast.install import install_command
 from spiral_fast.rewards.boxed import boxed_answer
-from spiral_fast.rewards.grader import CORRECT, COULD_NOT_GRADE, WRONG, GraderFailed, Item, Verdict
+from spiral_fast.rewards.grader import CORRECT, COULD_NOT_GRADE, WRONG, Grader, GraderFailed, Verdict
+from spiral_fast.trace import Problem
 
 START_S = 120.0  # seconds a worker may take to import math-verify, on a busy machine
 
@@ -96,7 +98,7 @@ class _Worker:
             pass
 
 
-class MathGrader:
+class MathGrader(Grader):
     """Starts `reward.workers` processes on entry and ends them on exit. Raises ConfigError without math-verify."""
 
     def __init__(self, config: RewardConfig):
@@ -105,41 +107,47 @@ class MathGrader:
         self.config = config
         self._workers: list[_Worker] = []
         self._free: queue.Queue[_Worker] = queue.Queue()
+        self._threads: ThreadPoolExecutor | None = None
+        self._pending: WeakValueDictionary[tuple, Future[Verdict]] = WeakValueDictionary()
+        self._lock = threading.Lock()
 
     def __enter__(self) -> MathGrader:
         with ThreadPoolExecutor(self.config.workers) as threads:
             self._workers = list(threads.map(_Worker, [self.config] * self.config.workers))
         for worker in self._workers:
             self._free.put(worker)
+        self._threads = ThreadPoolExecutor(self.config.workers, "grading")
         return self
 
     def __exit__(self, *_) -> None:
         for worker in self._workers:
+            worker.end()
+        self._threads.shutdown(cancel_futures=True)
+        for worker in self._workers:
             worker.stop()
-        self._workers = []
+        self._workers, self._threads = [], None
         self._free = queue.Queue()
 
-    def grade(self, items: Sequence[Item]) -> list[Verdict]:
-        if not self._workers:
+    def submit(self, problem: Problem, text: str, finish_reason: str) -> Future[Verdict]:
+        if self._threads is None:
             raise RuntimeError("the math grader is closed: use it inside `with make_grader(config) as grader`")
-        pairs = [(problem.answer, self.answer(text)) for problem, text, _ in items]
-        distinct = list(dict.fromkeys(pair for pair in pairs if pair[1] is not None))
-        with ThreadPoolExecutor(self.config.workers) as threads:
-            try:
-                graded = dict(zip(distinct, threads.map(self._grade, distinct), strict=True))
-            except BaseException:  # Ctrl-C: leaving the pool waits for the answers in hand
-                for worker in self._workers:
-                    worker.end()
-                raise
-        return [Verdict(0.0, WRONG, None) if pair[1] is None else graded[pair] for pair in pairs]
+        answer = self.answer(text)
+        key = problem.answer, answer
+        with self._lock:
+            verdict = self._pending.get(key)
+            if verdict is None or verdict.cancelled():
+                verdict = self._pending[key] = self._threads.submit(self._grade, *key)
+        return verdict
 
-    def _grade(self, pair: tuple[str, str]) -> Verdict:
+    def _grade(self, reference: str, answer: str | None) -> Verdict:
+        if answer is None:
+            return Verdict(0.0, WRONG, None)
         worker = self._free.get()
         try:
-            verdict, reason = worker.ask(*pair)
+            verdict, reason = worker.ask(reference, answer)
         finally:
             self._free.put(worker)
-        return Verdict(float(verdict == CORRECT), verdict, pair[1], reason)
+        return Verdict(float(verdict == CORRECT), verdict, answer, reason)
 
     def answer(self, text: str) -> str | None:
         return boxed_answer(text)

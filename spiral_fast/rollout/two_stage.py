@@ -21,10 +21,13 @@ def roll_out(
     drawn: Sequence[tuple[int, Problem]],
     config: Config,
     progress: Callable[[int, int], None] | None = None,
+    on_trace: Callable[[Problem, Trace], None] | None = None,
 ) -> list[ProblemRollout]:
     """Sample every trace of the drawn problems; results in the order of `drawn` ((draw number, problem) pairs).
 
-    Seeds derive from (run seed, draw number, trace key) alone. `progress` is called with (traces done, traces in all).
+    Seeds derive from (run seed, draw number, trace key) alone. `progress` is called with (traces done, traces in all),
+    `on_trace` with each trace as soon as it is complete. With n_aggregations 0 the sets are drawn and nothing is
+    aggregated.
     """
     settings = config.rollout
     n_traces = settings.n_search + settings.n_sets * settings.n_aggregations
@@ -50,6 +53,8 @@ def roll_out(
             rollout, request = waiting.pop(ticket)
             trace = _trace(request, completion, prompts)
             done += 1
+            if on_trace:
+                on_trace(rollout.problem, trace)
             if trace.key.level == AGGREGATION:
                 rollout.aggregation[trace.key.set][trace.key.index] = trace
                 continue
@@ -57,6 +62,8 @@ def roll_out(
             if settings.n_sets and all(rollout.search):
                 rollout.sets = draw_sets(rollout, config)
                 rollout.aggregation = [[None] * settings.n_aggregations for _ in rollout.sets]
+                if not settings.n_aggregations:
+                    continue
                 for k, members in enumerate(rollout.sets):
                     prompt = prompts.aggregation(rollout.problem, [rollout.search[i].tokens for i in members])
                     for j in range(settings.n_aggregations):

@@ -102,3 +102,36 @@ def test_what_could_overflow_the_context_is_refused_by_name(parts):
         ConfigError, match=rf"rollout.aggregation_max_new_tokens: 24 cannot be used.*\({longest} tokens\)"
     ):
         check_fits(configure(), parts.prompts, parts.problems.train, longest - 1)
+
+
+def test_each_trace_is_handed_on_once_it_is_complete(parts):
+    config, seen = configure("rollout.max_running=3"), []
+    engine = make_engine(config, parts.loaded)
+    drawn = [(draw, parts.problems.train[draw]) for draw in (0, 1)]
+    found = roll_out(
+        engine,
+        parts.prompts,
+        drawn,
+        config,
+        progress=lambda done, total: seen.append(done),
+        on_trace=lambda problem, trace: seen.append((problem, trace)),
+    )
+    calls = [entry for entry in seen if isinstance(entry, tuple)]
+    expected = [(result.problem, trace) for result in found for trace in result.traces()]
+    assert sorted(id(trace) for _, trace in calls) == sorted(id(trace) for _, trace in expected)
+    assert all(trace.key.problem == problem.id and trace.text for problem, trace in calls)
+    assert sum(isinstance(entry, int) for entry in seen[: len(seen) // 2]) > 1
+
+
+def test_sets_without_aggregation(parts):
+    config = configure()
+    settings = config.rollout.model_copy(update={"n_aggregations": 0})
+    config = config.model_copy(update={"rollout": settings})  # the algorithm decides whether a config may ask for it
+    seen = []
+    engine = make_engine(config, parts.loaded)
+    drawn = [(draw, parts.problems.train[draw]) for draw in (0, 1)]
+    found = roll_out(engine, parts.prompts, drawn, config, lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (2 * settings.n_search, 2 * settings.n_search)
+    for result in found:
+        assert result.aggregation == [[] for _ in range(settings.n_sets)] and len(result.traces()) == settings.n_search
+        assert (result.sets == draw_sets(result, config)).all() and len(result.sets) == settings.n_sets
