@@ -1,24 +1,31 @@
-"""traces/step_000123.parquet: every trace of a step, one row each. Any Parquet reader, or `read_traces`, reads them."""
+"""traces/step_000123.parquet: every trace of a step, one row each. Any Parquet reader, or `read_traces`, reads them;
+`read_rollouts` gives back the objects that were written."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from spiral_fast.config import ConfigError
 from spiral_fast.record.files import writing, written_aside
-from spiral_fast.trace import ProblemRollout, Trace
+from spiral_fast.trace import AGGREGATION, Problem, ProblemRollout, Trace, TraceKey
 
 SCHEMA = pa.schema(
     [
         ("step", pa.int32()),
         ("draw", pa.int64()),  # position in the run's order of drawn problems
         ("problem", pa.string()),
-        ("question", pa.string()),  # with answer and prompt on a problem's first search trace only
+        ("outcome", pa.string()),  # of the problem: live | dead | discarded (live, but drawn after the batch was full)
+        # Of the problem, on its first search trace only:
+        ("question", pa.string()),
         ("answer", pa.string()),
-        ("prompt", pa.list_(pa.int32())),  # token ids; an aggregation's prompt is told by its members
+        ("sets", pa.list_(pa.list_(pa.int32()))),  # empty: none were drawn
+        # Of the trace:
+        ("prompt", pa.list_(pa.int32())),  # token ids; on the first search trace and the first of each set only
         ("level", pa.int8()),  # 0 search, 1 aggregation
         ("set", pa.int32()),  # -1 for a search trace
         ("index", pa.int32()),
@@ -26,6 +33,7 @@ SCHEMA = pa.schema(
         ("policy_version", pa.int32()),
         ("reward", pa.float64()),  # null: not graded
         ("verdict", pa.string()),
+        ("answer_found", pa.string()),  # what the grader extracted; null: nothing
         ("credit", pa.float64()),  # after the gate
         ("gated", pa.bool_()),
         ("finish_reason", pa.string()),
@@ -36,11 +44,18 @@ SCHEMA = pa.schema(
         ("text", pa.string()),
     ]
 )
+AS_IN_TRACE = ("policy_version", "reward", "verdict", "credit", "gated", "finish_reason", "tokens", "text")
 
 
-def write_traces(folder: Path, step: int, rollouts: Iterable[ProblemRollout]) -> Path:
-    """One file, whole or absent; no prompt is stored twice."""
-    rows = [_row(step, rollout, trace) for rollout in rollouts for trace in rollout.traces()]
+def write_traces(folder: Path, step: int, rollouts: Iterable[ProblemRollout], live_problems: int | None = None) -> Path:
+    """One file, whole or absent. `rollouts` come in draw order; of the live ones the first `live_problems` (none =
+    all) are the step's batch."""
+    rows, n_live = [], 0
+    for rollout in rollouts:
+        n_live += rollout.live
+        surplus = live_problems is not None and n_live > live_problems
+        outcome = "dead" if not rollout.live else "discarded" if surplus else "live"
+        rows += [_row(step, outcome, rollout, trace) for trace in rollout.traces()]
     path = folder / f"step_{step:06d}.parquet"
     with writing(folder):
         folder.mkdir(exist_ok=True)
@@ -50,7 +65,8 @@ def write_traces(folder: Path, step: int, rollouts: Iterable[ProblemRollout]) ->
 
 
 def read_traces(run_dir: str | Path, step: int | None = None, columns: list[str] | None = None) -> pa.Table:
-    """The traces of one step, or of all steps, of a run; all columns, or the named ones."""
+    """The traces of one step, or of all steps, of a run; all columns, or the named ones. A column that an older run
+    did not write is null."""
     folder = Path(run_dir) / "traces"
     files = [folder / f"step_{step:06d}.parquet"] if step is not None else sorted(folder.glob("step_*.parquet"))
     columns = columns or SCHEMA.names
@@ -58,28 +74,57 @@ def read_traces(run_dir: str | Path, step: int | None = None, columns: list[str]
     return pa.concat_tables([SCHEMA.empty_table().select(columns), *tables])
 
 
-def _row(step: int, rollout: ProblemRollout, trace: Trace) -> dict:
+def read_rollouts(path: str | Path) -> list[ProblemRollout]:
+    """What one file was written from, with all that credit and learner read; `Problem.data` is not kept.
+
+    Raises ConfigError for a file that cannot be read, and for one of an older run that lacks sets and their prompts.
+    """
+    try:
+        table = pq.read_table(path, schema=SCHEMA)
+    except (pa.ArrowException, OSError) as error:
+        raise ConfigError(f"{path}: cannot be read ({' '.join(str(error).split())})") from None
+    logps = [np.array(logp.values) for logp in table["logp"]]  # not by way of Python floats: the same bits
+    problems: dict[int, list[tuple[dict, np.ndarray]]] = {}  # by draw
+    for row, logp in zip(table.drop_columns("logp").to_pylist(), logps, strict=True):
+        problems.setdefault(row["draw"], []).append((row, logp))
+    return [_rollout(rows, path) for rows in problems.values()]
+
+
+def _rollout(rows: list[tuple[dict, np.ndarray]], path: str | Path) -> ProblemRollout:
+    first = rows[0][0]
+    problem = Problem(first["problem"], first["question"], first["answer"])
+    sets = np.array(first["sets"], np.int64) if first["sets"] else np.zeros((0, 0), np.int64)
+    rollout = ProblemRollout(problem, first["draw"], [], sets, [[] for _ in sets])
+    prompts: dict[int, list[int]] = {}  # by set; -1: of the search traces
+    for row, logp in rows:
+        prompt = prompts.setdefault(row["set"], row["prompt"])
+        if prompt is None or row["set"] >= len(sets):
+            raise ConfigError(f"{path}: an older version wrote it, without the sets and their prompts; run it again")
+        key = TraceKey(row["problem"], row["level"], row["set"], row["index"])
+        values = {name: row[name] for name in AS_IN_TRACE}
+        trace = Trace(key, list(prompt), logp=logp, answer=row["answer_found"], **values)
+        (rollout.aggregation[key.set] if key.level == AGGREGATION else rollout.search).append(trace)
+    return rollout
+
+
+def _row(step: int, outcome: str, rollout: ProblemRollout, trace: Trace) -> dict:
     key, first = trace.key, trace is rollout.search[0]
+    first_of_set = key.level == AGGREGATION and key.index == 0
     return {
         "step": step,
         "draw": rollout.draw,
         "problem": key.problem,
+        "outcome": outcome,
         "question": rollout.problem.question if first else None,
         "answer": rollout.problem.answer if first else None,
-        "prompt": trace.prompt if first else None,
+        "sets": rollout.sets.tolist() if first else None,
+        "prompt": trace.prompt if first or first_of_set else None,
         "level": key.level,
         "set": key.set,
         "index": key.index,
         "members": rollout.sets[key.set].tolist() if key.set >= 0 else None,
-        "policy_version": trace.policy_version,
-        "reward": trace.reward,
-        "verdict": trace.verdict,
-        "credit": trace.credit,
-        "gated": trace.gated,
-        "finish_reason": trace.finish_reason,
+        "answer_found": trace.answer,
         "prompt_length": len(trace.prompt),
         "length": len(trace.tokens),
-        "tokens": trace.tokens,
         "logp": trace.logp,
-        "text": trace.text,
-    }
+    } | {name: getattr(trace, name) for name in AS_IN_TRACE}

@@ -31,8 +31,9 @@ def config_of(run_dir: Path, **sections) -> Config:
 def trace(level: int, set: int, index: int, **values) -> Trace:
     n = 3 + index
     key = TraceKey("p<0>", level, set, index)
+    prompt = [5, 6, 7] if level == SEARCH else [5, 6, 7, set]
     made = Trace(
-        key, [5, 6, 7], list(range(n)), np.full(n, -0.5, np.float32), "stop", 2, text=f"{level}/{index} {HOSTILE}"
+        key, prompt, list(range(n)), np.full(n, -0.5, np.float32), "stop", 2, text=f"{level}/{index} {HOSTILE}"
     )
     for name, value in values.items():
         setattr(made, name, value)
@@ -40,7 +41,9 @@ def trace(level: int, set: int, index: int, **values) -> Trace:
 
 
 def rollout(draw: int = 0, credit: float = 0.25) -> ProblemRollout:
-    search = [trace(SEARCH, -1, i, credit=credit * (i - 1), reward=1.0, verdict="correct") for i in range(3)]
+    search = [
+        trace(SEARCH, -1, i, credit=credit * (i - 1), reward=1.0, verdict="correct", answer="4") for i in range(3)
+    ]
     search[2].gated, search[2].credit = True, 0.0
     sets = np.array([[0, 2], [2, 1]])
     aggregation = [
