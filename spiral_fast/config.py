@@ -134,6 +134,9 @@ class LearnerConfig(Section):
     )
     kl_coef: Number = Field(0.0, description="must be 0 (the paper's value)")
     entropy_coef: Number = Field(0.0, description="must be 0 (the paper's value)")
+    max_skipped_steps: PositiveInt = Field(
+        3, description="steps in a row skipped for numbers that are not finite after which the run stops"
+    )
     checkpointing: bool = Field(False, description="recompute each layer in the backward: less memory, more time")
     fsdp: bool = Field(False, description="shard with FSDP2 fully_shard (world size 1)")
 

@@ -17,7 +17,7 @@ from spiral_fast.learner import checkpoint, fsdp
 from spiral_fast.learner.model import LoadedModel
 from spiral_fast.learner.packed import Packed, pack
 from spiral_fast.learner.policy import Policy
-from spiral_fast.learner.rows import Row, check_rows, micro_batches
+from spiral_fast.learner.rows import Row, check_rows, micro_batches, not_finite
 from spiral_fast.trace import SEARCH
 
 __all__ = ["Learner", "Row", "StepStats"]
@@ -29,6 +29,7 @@ class StepStats:
 
     policy_version: int  # after the step
     skipped_reason: str | None = None  # why the optimiser was not called; None: it was
+    skipped_rows: list[int] = field(default_factory=list)  # rows blamed for a number that is not finite, ascending
     loss: float = 0.0
     learning_rate: float = 0.0
     rows: int = 0
@@ -80,34 +81,34 @@ class Learner:
 
     def accumulate(self, rows: Sequence[Row]) -> StepStats:
         """The clipped gradient of the live rows' loss. If none is live or a number is not finite, the stats say why the
-        update will be skipped."""
+        update will be skipped, and the gradient is gone."""
         stats = StepStats(policy_version=self.policy_version, rows=len(rows), learning_rate=self._learning_rate())
         stats.tokens_logical = sum(len(row.prompt) + len(row.tokens) for row in rows)
-        live = [row for row in rows if row.credit != 0.0]
-        check_rows(live, self.max_context, ratio=True)
-        if not live:
-            stats.skipped_reason = "no live row"
-            return stats
+        live = [index for index, row in enumerate(rows) if row.credit != 0.0]
+        check_rows(rows, live, self.max_context, ratio=True)
         self.optimiser.zero_grad()
-        search = [row for row in live if row.level == SEARCH]
-        aggregation = [row for row in live if row.level != SEARCH]
+        if bad := not_finite(rows):  # of dead rows too: such an engine is not to be trusted
+            return _skip(stats, "a rollout log-prob is not finite", bad)
+        if not live:
+            return _skip(stats, "no live row", [])
+        search = [index for index in live if rows[index].level == SEARCH]
+        aggregation = [index for index in live if rows[index].level != SEARCH]
         record = _Record()
-        self._backward(search, record)
+        self._backward(rows, search, record)
         search_gradient = self._gradient() if search and aggregation else None
-        self._backward(aggregation, record)
+        self._backward(rows, aggregation, record)
         gradient = self._gradient()
         record.into(stats)
         stats.live_rows = len(live)
         stats.gradient_norm = _norm(gradient)
         _gradient_terms(search_gradient, gradient, stats, all_search=bool(search))
-        for name, value in (("loss", stats.loss), ("gradient norm", stats.gradient_norm)):
-            if not math.isfinite(value):
-                stats.skipped_reason = f"{name} is {value}"
-                self.optimiser.zero_grad()
-                return stats
         limit = self.config.clip_norm
-        if limit is not None and stats.gradient_norm > limit:
+        if limit is not None and math.isfinite(stats.gradient_norm) and stats.gradient_norm > limit:
             stats.clipped, stats.clip_factor = True, limit / stats.gradient_norm
+        if reason := _not_finite(stats, gradient.dtype):
+            self.optimiser.zero_grad()
+            return _skip(stats, reason, record.not_finite() or live)
+        if stats.clipped:
             for parameter in self.parameters.values():
                 parameter.grad.mul_(stats.clip_factor)
         return stats
@@ -124,7 +125,7 @@ class Learner:
     @torch.no_grad()
     def log_probs(self, rows: Sequence[Row]) -> list[np.ndarray]:
         """(len(tokens),) log-probs of each row's sampled tokens at the sampling temperature, dead rows included."""
-        check_rows(rows, self.max_context, ratio=False)
+        check_rows(rows, range(len(rows)), self.max_context, ratio=False)
         out: list[np.ndarray] = [np.empty(0)] * len(rows)
         for part in micro_batches(rows, self.config.micro_batch_tokens):
             packed = self._pack([rows[i] for i in part])
@@ -136,7 +137,7 @@ class Learner:
     def supervised_step(self, rows: Sequence[Row], learning_rate: float) -> float:
         """One AdamW step (with moments of its own) on the cross-entropy at temperature 1, the mean over the batch's
         sampled tokens. Returns that mean before the update, in nats. Credits and weights are not read."""
-        check_rows(rows, self.max_context, ratio=False)
+        check_rows(rows, range(len(rows)), self.max_context, ratio=False)
         if self._supervised_optimiser is None:
             self._supervised_optimiser = self._adamw()
         self._supervised_optimiser.zero_grad()
@@ -146,8 +147,10 @@ class Learner:
             loss = -self.policy(self._pack([rows[i] for i in part]), 1.0).logp.sum() / n_tokens
             loss.backward()
             total += loss.item()
-        if not math.isfinite(total):
-            raise FloatingPointError(f"supervised step: the cross-entropy is {total}; lower warm_start.learning_rate")
+        for name, value in (("cross-entropy", total), ("gradient norm", _norm(self._gradient()))):
+            if not math.isfinite(value):
+                self._supervised_optimiser.zero_grad()
+                raise FloatingPointError(f"supervised step: the {name} is {value}; lower warm_start.learning_rate")
         self._update(self._supervised_optimiser, learning_rate)
         return total
 
@@ -156,26 +159,29 @@ class Learner:
         return fsdp.unsharded(self.policy)
 
     def save(self, folder: str | Path) -> None:
-        """PEFT adapter, optimiser moments and counters as one folder; written aside, then renamed over `folder`."""
+        """PEFT adapter, optimiser moments and counters into `folder`."""
         checkpoint.save(self, Path(folder))
 
     def restore(self, folder: str | Path) -> None:
         """Continue from what `save` wrote: the same steps give the same bits as without the break."""
         checkpoint.restore(self, Path(folder))
 
-    def _backward(self, rows: list[Row], record: _Record) -> None:
-        """Add the gradient of these rows' loss to the adapter's."""
-        for part in micro_batches(rows, self.config.micro_batch_tokens):
+    def _backward(self, rows: Sequence[Row], indices: list[int], record: _Record) -> None:
+        """Add the gradient of the loss of rows[indices] to the adapter's."""
+        for part in micro_batches([rows[i] for i in indices], self.config.micro_batch_tokens):
+            part = [indices[i] for i in part]
             batch = [rows[i] for i in part]
             packed = self._pack(batch)
             out = self.policy(packed, self.temperature, return_entropy=True)
             factors = _per_token([row.weight * row.credit for row in batch], packed, out.logp)
             rollout_logp = torch.from_numpy(np.concatenate([row.rollout_logp for row in batch])).to(out.logp)
             log_ratio = out.logp - rollout_logp
-            loss = -(log_ratio.exp() * factors).sum()
+            losses = log_ratio.exp() * factors
+            loss = -losses.sum()
             loss.backward()
             levels = _per_token([row.level for row in batch], packed, packed.targets)
-            record.add(packed, loss.detach(), log_ratio.detach(), out.entropy.detach(), levels)
+            row_of = _per_token(part, packed, packed.targets)
+            record.add(packed, *(x.detach() for x in (loss, losses, log_ratio, out.entropy)), levels, row_of)
 
     def _pack(self, rows: Sequence[Row]) -> Packed:
         return pack([(row.prompt, row.tokens) for row in rows], self.device)
@@ -220,22 +226,26 @@ class _Record:
 
     def __init__(self):
         self.tokens_computed = 0
-        self.losses: list[torch.Tensor] = []  # scalars, one per micro-batch
-        self.log_ratios: list[torch.Tensor] = []  # (R,) each
-        self.entropies: list[torch.Tensor] = []  # (R,) each
-        self.levels: list[torch.Tensor] = []  # (R,) each
+        self.loss: list[torch.Tensor] = []  # scalars, one per micro-batch; below (R,) each
+        self.losses: list[torch.Tensor] = []
+        self.log_ratios: list[torch.Tensor] = []
+        self.entropies: list[torch.Tensor] = []
+        self.levels: list[torch.Tensor] = []
+        self.rows: list[torch.Tensor] = []  # index of the row a token belongs to
 
-    def add(self, packed, loss, log_ratio, entropy, levels) -> None:
+    def add(self, packed, loss, losses, log_ratio, entropy, levels, rows) -> None:
         self.tokens_computed += packed.tokens.numel()
-        self.losses.append(loss)
+        self.loss.append(loss)
+        self.losses.append(losses)
         self.log_ratios.append(log_ratio)
         self.entropies.append(entropy)
         self.levels.append(levels)
+        self.rows.append(rows)
 
     def into(self, stats: StepStats) -> None:
         log_ratio, entropy, levels = (torch.cat(x) for x in (self.log_ratios, self.entropies, self.levels))
-        stats.loss = torch.stack(self.losses).double().sum().item()
-        stats.micro_batches = len(self.losses)
+        stats.loss = torch.stack(self.loss).double().sum().item()
+        stats.micro_batches = len(self.loss)
         stats.tokens_computed = self.tokens_computed
         stats.tokens_trained = log_ratio.numel()
         gap = log_ratio.double()
@@ -244,6 +254,29 @@ class _Record:
         stats.kl = (gap.exp() - 1 - gap).mean().item()
         stats.ratio_max = gap.max().exp().item()
         stats.entropy = {int(level): entropy[levels == level].double().mean().item() for level in levels.unique()}
+
+    def not_finite(self) -> list[int]:
+        """Rows with a log-prob or a token's loss that is not finite, ascending."""
+        log_ratio, losses, rows = (torch.cat(x) for x in (self.log_ratios, self.losses, self.rows))
+        return rows[~(log_ratio.isfinite() & losses.isfinite())].unique().tolist()
+
+
+def _skip(stats: StepStats, reason: str, rows: list[int]) -> StepStats:
+    stats.skipped_reason, stats.skipped_rows = reason, rows
+    return stats
+
+
+def _not_finite(stats: StepStats, dtype: torch.dtype) -> str | None:
+    """Which number of the step, if any, must not reach the optimiser; dtype: of its moments."""
+    if not math.isfinite(stats.logp_gap_max):  # a log-prob of -inf alone leaves the loss finite: its ratio is 0
+        return "a learner log-prob is not finite"
+    if not math.isfinite(stats.loss):
+        return f"loss is {stats.loss}"
+    if not math.isfinite(stats.gradient_norm):
+        return f"gradient norm is {stats.gradient_norm}"
+    if stats.gradient_norm * stats.clip_factor > math.sqrt(torch.finfo(dtype).max):
+        return f"gradient norm is {stats.gradient_norm:.3g}, whose square AdamW cannot hold"
+    return None
 
 
 def _gradient_terms(search: torch.Tensor | None, total: torch.Tensor, stats: StepStats, *, all_search: bool) -> None:

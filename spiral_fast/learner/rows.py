@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,9 +25,10 @@ class Row:
         return len(self.prompt) + len(self.tokens) - 1
 
 
-def check_rows(rows: Sequence[Row], max_context: int, *, ratio: bool) -> None:
-    """Raise ValueError naming the first row that cannot be computed exactly."""
-    for index, row in enumerate(rows):
+def check_rows(rows: Sequence[Row], indices: Iterable[int], max_context: int, *, ratio: bool) -> None:
+    """Raise ValueError naming the first of rows[indices] that cannot be computed exactly."""
+    for index in indices:
+        row = rows[index]
         length = len(row.prompt) + len(row.tokens)
         if not row.prompt or not row.tokens:
             raise ValueError(f"row {index}: prompt and tokens must not be empty")
@@ -35,6 +36,11 @@ def check_rows(rows: Sequence[Row], max_context: int, *, ratio: bool) -> None:
             raise ValueError(f"row {index}: {length} tokens exceed the model's context of {max_context}")
         if ratio and (row.rollout_logp is None or len(row.rollout_logp) != len(row.tokens)):
             raise ValueError(f"row {index}: needs one rollout log-prob for each of its {len(row.tokens)} tokens")
+
+
+def not_finite(rows: Sequence[Row]) -> list[int]:
+    """Indices of the rows with a rollout log-prob that is not finite."""
+    return [i for i, row in enumerate(rows) if row.rollout_logp is not None and not np.isfinite(row.rollout_logp).all()]
 
 
 def micro_batches(rows: Sequence[Row], token_budget: int) -> list[list[int]]:

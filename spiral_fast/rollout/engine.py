@@ -63,7 +63,8 @@ class Engine(Protocol):
     def step(self) -> list[tuple[int, Completion]]:
         """Work until at least one request finishes (or nothing is queued: then []). (ticket, completion) pairs.
 
-        Raises NonFiniteLogits naming problem and policy version when the model has diverged.
+        Raises NonFiniteLogits naming problems and policy version when the model has diverged; nothing is queued or
+        running then.
         """
 
     def set_policy(self, version: int) -> None:
@@ -72,6 +73,9 @@ class Engine(Protocol):
         Raises RuntimeError while requests are queued or running. That the engine really has the learner's weights shows
         in `logp_gap/*` of the next step's metrics; the embedded engine also notices weights changed without this call.
         """
+
+    def abandon(self) -> None:
+        """Forget every queued and running request; their tickets never finish. What was computed stays counted."""
 
     def close(self) -> None: ...
 
@@ -87,9 +91,13 @@ class PromptTooLong(ValueError):
 
 
 class NonFiniteLogits(FloatingPointError):
-    def __init__(self, request: Request, policy_version: int):
+    problems: list[str]  # ids of the problems whose requests had such logits, each once
+
+    def __init__(self, requests: Iterable[Request], policy_version: int):
+        self.problems = list(dict.fromkeys(request.key.problem for request in requests))
+        others = f" and {len(self.problems) - 1} more" if len(self.problems) > 1 else ""
         super().__init__(
-            f"problem {request.key.problem!r}: the model's logits are not finite under policy version "
+            f"problem {self.problems[0]!r}{others}: the model's logits are not finite under policy version "
             f"{policy_version}: its weights have diverged; lower learner.learning_rate"
         )
 

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import math
 import os
+import re
 import signal
 
 import numpy as np
@@ -186,25 +187,140 @@ def _everything(learner: Learner) -> dict[str, torch.Tensor]:
     return state | weights(learner)
 
 
-@pytest.mark.parametrize("fault", ["no rows", "no live row", "infinite ratio", "not a number"])
-def test_a_step_that_cannot_be_made_touches_nothing(fault):
-    learner = Learner(config(weight_decay=0.1, warmup_steps=10), loaded())
+def _broken(index: int, logp: float) -> list:
+    """RAGGED, one rollout log-prob of one row replaced."""
+    rows = list(RAGGED)
+    changed = rows[index].rollout_logp.copy()
+    changed[-1] = logp
+    rows[index] = dataclasses.replace(rows[index], rollout_logp=changed)
+    return rows
+
+
+def _dead(rows) -> list:
+    return [dataclasses.replace(row, credit=0.0) for row in rows]
+
+
+SKIPPED = {  # rows -> reason, rows that are blamed
+    "no rows": ([], "no live row", []),
+    "no live row": (_dead(RAGGED), "no live row", []),
+    "rollout nan": (_broken(3, np.nan), "a rollout log-prob is not finite", [3]),
+    "rollout -inf": (_broken(0, -np.inf), "a rollout log-prob is not finite", [0]),
+    "rollout +inf, whose ratio is 0": (_broken(7, np.inf), "a rollout log-prob is not finite", [7]),
+    "rollout nan of a dead row": ([*RAGGED, *_dead(_broken(2, np.nan))], "a rollout log-prob is not finite", [10]),
+    "no live row and a rollout nan": (_dead(_broken(1, np.nan)), "a rollout log-prob is not finite", [1]),
+    "ratio overflows": (_broken(4, -1e4), "loss is (-inf|inf)", [4]),
+    "credit nan": ([RAGGED[0], dataclasses.replace(RAGGED[1], credit=np.nan), RAGGED[2]], "loss is nan", [1]),
+    "credits of both infinities": (
+        [*RAGGED[:2], *(dataclasses.replace(RAGGED[i], credit=c) for i, c in ((2, np.inf), (4, -np.inf)))],
+        "loss is nan",
+        [2, 3],
+    ),
+    "weight inf": ([*RAGGED, dataclasses.replace(RAGGED[1], weight=np.inf)], "loss is (-inf|inf)", [8]),
+}
+
+
+@pytest.mark.parametrize("fault", SKIPPED)
+@pytest.mark.parametrize("clip_norm", [None, 1e300])
+def test_a_step_that_cannot_be_made_touches_nothing(fault, clip_norm):
+    learner = Learner(config(weight_decay=0.1, warmup_steps=10, clip_norm=clip_norm), loaded())
     learner.step(RAGGED)
     before = _everything(learner)
-    bad = {"infinite ratio": -np.inf, "not a number": np.nan}
-    rows = {"no rows": [], "no live row": [dataclasses.replace(row, credit=0.0) for row in RAGGED]}.get(fault)
-    if rows is None:
-        broken = np.full(len(RAGGED[0].tokens), bad[fault], np.float32)
-        rows = [dataclasses.replace(RAGGED[0], rollout_logp=broken), *RAGGED[1:]]
+    rows, reason, blamed = SKIPPED[fault]
     stats = learner.step(rows)
-    assert stats.skipped_reason == {"no rows": "no live row", "no live row": "no live row"}.get(
-        fault, f"loss is {stats.loss}"
-    )
-    assert math.isfinite(stats.loss) == (fault in ("no rows", "no live row"))
-    assert stats.policy_version == learner.policy_version == 1
-    assert largest_difference(_everything(learner), before) == 0
-    assert all(parameter.grad is None for parameter in learner.parameters.values())
+    _check_skipped(learner, stats, before, reason, blamed)
     assert learner.step(RAGGED).learning_rate == pytest.approx(1e-2 * 2 / 10)  # the skipped step did not count
+
+
+def _check_skipped(learner, stats, before, reason, blamed) -> None:
+    assert re.fullmatch(reason, stats.skipped_reason), stats.skipped_reason
+    assert stats.skipped_rows == blamed
+    assert (stats.policy_version, learner.policy_version, learner.optimiser_steps) == (1, 1, 1)
+    after = _everything(learner)
+    assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    assert all(parameter.grad is None for parameter in learner.parameters.values())
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_gradient_that_is_not_finite_blames_every_live_row(value):
+    """One element of one matrix, by a hook on the way to it; clipping must not spread it into the others."""
+    learner = Learner(config(clip_norm=1.0), loaded())
+    learner.step(RAGGED)
+    before = _everything(learner)
+    parameter = list(learner.parameters.values())[3]
+    hook = parameter.register_hook(lambda g: g.index_put((torch.tensor(0), torch.tensor(0)), torch.tensor(value).to(g)))
+    rows = [*_dead(RAGGED[:1]), *RAGGED]
+    stats = learner.step(rows)
+    _check_skipped(learner, stats, before, f"gradient norm is {value}", list(range(1, len(rows))))
+    assert math.isfinite(stats.loss) and not stats.clipped
+    hook.remove()
+    assert learner.step(RAGGED).skipped_reason is None
+
+
+def test_a_gradient_whose_square_overflows_never_reaches_the_moments():
+    """An infinite second moment would freeze its parameter for good, with every number of the step finite."""
+    rows = [dataclasses.replace(row, credit=row.credit * 1e21) for row in RAGGED]
+    learner = Learner(config(), loaded(dtype=torch.float32))
+    learner.step(RAGGED)
+    before = _everything(learner)
+    stats = learner.step(rows)
+    words = r"gradient norm is .*e\+2., whose square AdamW cannot hold"
+    _check_skipped(learner, stats, before, words, list(range(len(rows))))
+    clipped = Learner(config(clip_norm=1.0), loaded(dtype=torch.float32))
+    assert clipped.step(rows).skipped_reason is None  # clipping is what brings such a gradient back
+    assert all(value.isfinite().all() for value in _everything(clipped).values())
+
+
+@pytest.mark.parametrize("name", ["q_proj.lora_A", "v_proj.lora_B", "down_proj.lora_B", "up_proj.lora_A"])
+@pytest.mark.parametrize("lengths", [[(20, 7), (20, 9)], [(2, 1), (1, 3)]])
+def test_weights_that_are_not_finite(name, lengths):
+    """In short rows torch's CPU attention turns NaN scores into an output of 0: then only the gradient tells."""
+    learner = Learner(config(micro_batch_tokens=20), loaded())
+    learner.step(RAGGED)
+    with torch.no_grad():
+        next(p for key, p in learner.parameters.items() if name in key)[0, 0] = torch.nan
+    bits = {key: value.numpy().tobytes() for key, value in _everything(learner).items()}
+    stats = learner.step(make_rows(lengths))
+    assert stats.skipped_rows == [0, 1]
+    hidden = lengths[0][0] == 2 and name == "q_proj.lora_A"
+    assert stats.skipped_reason == ("gradient norm is nan" if hidden else "a learner log-prob is not finite")
+    assert {key: value.numpy().tobytes() for key, value in _everything(learner).items()} == bits
+
+
+def test_a_log_prob_of_minus_infinity_is_not_taken_for_a_ratio_of_zero():
+    """Loss and gradient of a token whose logit is -inf are finite; its log-prob is not, and so is no ratio."""
+    parts = loaded()
+    learner = Learner(config(), parts)
+    learner.step(RAGGED)
+    before = _everything(learner)
+    policy = learner.policy.forward
+
+    def one_token_impossible(packed, *args, **kwargs):
+        out = policy(packed, *args, **kwargs)
+        logits = torch.zeros_like(out.logp)
+        logits[0] = -torch.inf
+        return out._replace(logp=out.logp + logits)
+
+    learner.policy.forward = one_token_impossible
+    stats = learner.step(RAGGED[3:6])
+    _check_skipped(learner, stats, before, "a learner log-prob is not finite", [0, 1])  # the shortest of each level
+    assert math.isfinite(stats.loss) and math.isfinite(stats.gradient_norm)
+
+
+@pytest.mark.parametrize("fault", ["loss", "gradient"])
+def test_a_supervised_step_that_cannot_be_made(fault):
+    learner = Learner(config(), loaded())
+    learner.supervised_step(RAGGED, 1e-3)
+    parameter = list(learner.parameters.values())[0]
+    if fault == "gradient":
+        parameter.register_hook(lambda g: g * torch.nan)
+    else:
+        parameter.data[0, 0] = torch.nan
+    before = [value.numpy().tobytes() for value in weights(learner).values()]
+    words = {"loss": "cross-entropy is nan", "gradient": "gradient norm is nan"}[fault]
+    with pytest.raises(FloatingPointError, match=f"{words}; lower warm_start.learning_rate"):
+        learner.supervised_step(RAGGED, 1e-3)
+    assert before == [value.numpy().tobytes() for value in weights(learner).values()]
+    assert all(parameter.grad is None for parameter in learner.parameters.values())
 
 
 @pytest.mark.parametrize("update", ["step", "supervised_step"])

@@ -162,9 +162,21 @@ def test_logits_that_are_not_finite_are_named(weight):
     engine.add(request([2, 3, 4]))
     with pytest.raises(
         NonFiniteLogits, match="problem 'p': .* not finite under policy version 7: .* lower learner.learning_rate"
-    ):
+    ) as error:
         engine.step()
-    assert engine.step() == []
+    assert engine.step() == [] and error.value.problems == ["p"]
+
+
+def test_every_problem_with_such_logits_is_listed_once():
+    model = tiny_model()
+    with torch.no_grad():
+        model.get_base_model().model.norm.weight.fill_(torch.nan)
+    engine = make_engine(model)
+    for problem in "abab":
+        engine.add(Request(TraceKey(problem, 0, -1, 0), (2, 3), 12, 1.0, seed=1))
+    with pytest.raises(NonFiniteLogits, match="problem 'a' and 1 more: ") as error:
+        engine.step()
+    assert error.value.problems == ["a", "b"]
 
 
 def test_logits_that_are_not_finite_while_decoding():
@@ -180,6 +192,7 @@ def test_logits_that_are_not_finite_while_decoding():
     engine.set_policy(1)
     for each in requests:
         engine.add(each)
-    with pytest.raises(NonFiniteLogits, match=f"problem {'abc'[bad]!r}: "):
+    with pytest.raises(NonFiniteLogits, match=f"problem {'abc'[bad]!r}: ") as error:
         while engine.step():
             pass
+    assert error.value.problems == ["abc"[bad]]

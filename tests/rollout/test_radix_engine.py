@@ -11,6 +11,7 @@ from spiral_fast.trace import TraceKey
 from tests.rollout.tiny_models import (
     FAMILIES,
     VOCABULARY,
+    check_counts,
     make_engine,
     plain_logits,
     plain_logp,
@@ -153,3 +154,51 @@ def test_too_long_names_problem_set_and_lengths(exact_model):
 def test_requests_that_can_never_run(exact_model, bad, words):
     with pytest.raises(ValueError, match=words):
         make_engine(exact_model, cache_tokens=100).add(bad)
+
+
+def test_abandoned_requests_leave_an_engine_like_new(exact_model):
+    """One request done, others running, others queued; then the same requests again, and again the same bits."""
+    requests = tree_requests(siblings=2)
+    fresh = make_engine(exact_model, max_running=5)
+    expected = generate(fresh, requests)
+    engine = make_engine(exact_model, max_running=5, cache_tokens=20000)
+    tickets = [engine.add(request) for request in requests]
+    finished = engine.step()
+    assert 0 < len(finished) < len(tickets)
+    before = engine.counts
+    engine.abandon()
+    assert engine.step() == []
+    lost = engine.counts - before
+    assert (lost.prompt, lost.cached, lost.computed) == (0, 0, 0) and lost.generated > 0  # of the running ones
+    assert engine.counts.prompt == engine.counts.cached + engine.counts.computed
+    before = engine.counts
+    again = generate(engine, requests)
+    check_counts(engine, requests, again, before)
+    for one, two in zip(expected, again, strict=True):
+        assert one.tokens == two.tokens and np.array_equal(one.logp, two.logp)
+        assert one.computed_tokens == two.computed_tokens  # nothing of before was read
+
+
+def test_abandon_gives_back_every_token_of_the_cache(exact_model):
+    """A cache that holds one request at a time: one that kept its place would keep the next from running for ever."""
+    engine = make_engine(exact_model, eos=(), cache_tokens=40)
+    for round in range(5):
+        for i in range(3):
+            engine.add(request([2, 3, 4 + round] * 10, max_new_tokens=10, seed=i))
+        engine.abandon()  # queued
+        engine.add(request([7, 8, 9 + round] * 10, max_new_tokens=10))
+        engine.add(request([2], max_new_tokens=1))
+        engine.step()
+        engine.abandon()  # and running
+    done = generate(engine, [request([5, 6] * 15, max_new_tokens=10)])[0]
+    assert (len(done.tokens), done.cached_tokens) == (10, 0)
+    assert engine._pool._top <= 1 + 40
+
+
+def test_abandon_allows_the_next_policy_and_an_idle_engine(exact_model):
+    engine = make_engine(exact_model, eos=())
+    engine.abandon()
+    engine.add(request([2, 3]))
+    engine.abandon()
+    engine.set_policy(3)
+    assert generate(engine, [request([2, 3])])[0].policy_version == 3

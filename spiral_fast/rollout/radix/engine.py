@@ -112,7 +112,7 @@ class RadixEngine:
                     finished = self._decode()
             return finished
         except BaseException:
-            self._flush()  # a forward that failed half way left prompts in the tree without keys and values
+            self.abandon()  # a forward that failed half way left prompts in the tree without keys and values
             raise
 
     def set_policy(self, version: int) -> None:
@@ -121,6 +121,11 @@ class RadixEngine:
         if pending:
             raise RuntimeError(f"set_policy({version}) with {pending} requests queued or running; finish them first")
         self._version = version
+        self._flush()
+
+    def abandon(self) -> None:
+        """Forget every queued and running request, and the cache with them. Their sampled tokens stay counted."""
+        self._count_generated(int(self._rows.sampled.sum()))
         self._flush()
 
     def close(self) -> None:
@@ -271,7 +276,8 @@ class RadixEngine:
         tokens, logp = sample(logits, torch.from_numpy(rows.temperature).to(logits.device), u)
         finite = logp.isfinite()
         if not finite.all():
-            raise NonFiniteLogits(rows.entry[int(finite.int().argmin())].request, self._version)
+            bad = torch.nonzero(~finite).flatten().tolist()
+            raise NonFiniteLogits([rows.entry[row].request for row in bad], self._version)
         tokens = rows.record(tokens, logp)
         stopped = self._is_eos[tokens]
         alive = ~stopped & (rows.sampled < rows.limit)
@@ -283,8 +289,7 @@ class RadixEngine:
         entry.node.pins -= 1
         self._reserved -= entry.request.max_new_tokens
         self._full = False
-        counts = self.counts
-        self.counts = TokenCounts(counts.prompt, counts.cached, counts.computed, counts.generated + n)
+        self._count_generated(n)
         return entry.ticket, Completion(
             tokens=rows.tokens[row, :n].tolist(),
             logp=rows.logp[row, :n].copy(),
@@ -294,6 +299,10 @@ class RadixEngine:
             cached_tokens=entry.cached,
             computed_tokens=entry.computed,
         )
+
+    def _count_generated(self, n: int) -> None:
+        counts = self.counts
+        self.counts = TokenCounts(counts.prompt, counts.cached, counts.computed, counts.generated + n)
 
     def _count(self, entries: list[Entry]) -> None:
         cached, computed = (sum(getattr(entry, name) for entry in entries) for name in ("cached", "computed"))
