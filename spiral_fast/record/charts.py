@@ -40,6 +40,12 @@ CHARTS = (
     Chart("Gated traces", "share whose positive credit was gated", _levels("credit/gated_share_")),
     Chart("Size of credit", "mean |credit|", _levels("credit/abs_mean_")),
     Chart("Entropy by level", "nats per token", _levels("entropy/")),
+    Chart("Distinct answers", "answers per problem, mean", _levels("answers/distinct_")),
+    Chart(
+        "Sets that contain a search trace",
+        "sets",
+        {f"sets/appearances_{name}": name for name in ("mean", "min", "max")},
+    ),
     Chart("Length by level", "tokens, mean", _levels("length/")),
     Chart("Cut at the length limit", "share of traces", _levels("length/cut_share_")),
     Chart(
@@ -74,7 +80,7 @@ CHARTS = (
         "seconds per step",
         {"time/step": "step", "time/rollout": "rollout", "time/reward": "reward", "time/learn": "learn"},
     ),
-    Chart("Memory", "MB, peak of the process", {"memory/peak_rss_mb": "resident"}),
+    Chart("Memory", "MB, peak so far", {"time/peak_rss_mb": "resident", "time/peak_cuda_mb": "on the GPU"}),
 )
 
 

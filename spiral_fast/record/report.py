@@ -17,6 +17,8 @@ from spiral_fast.record.run_folder import RunFolder, read_run
 from spiral_fast.record.trace_samples import SampleTrace, sample_traces
 
 SHOWN_CHARACTERS = 4000  # of a sample trace
+SHOWN_SKIPPED = 20  # steps without an update
+NO_SUMS = ("time/peak_rss_mb", "time/peak_cuda_mb", "problems/epoch")
 
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #222; max-width: 1280px; margin: 2em auto; padding: 0 1em; }
@@ -66,10 +68,7 @@ def _status(run: RunFolder) -> str:
     line += f"{run.config['seed']}, {run.steps_done} steps.</p>"
     if run.incomplete:
         line += f'<p class="note">This run is incomplete: {escape(run.incomplete)}.</p>'
-    skipped = [row for row in run.metrics if row.get("skipped")]
-    if skipped:
-        reasons = sorted({row["skipped"] for row in skipped})
-        line += f'<p class="note">{len(skipped)} steps made no update: {escape("; ".join(reasons))}.</p>'
+    line += _skipped(run)
     limit = run.config["record"]["logp_gap_warning"]
     wide = [row["step"] for row in run.metrics if (row.get("logp_gap/mean") or 0) > limit]
     if wide:
@@ -78,6 +77,20 @@ def _status(run: RunFolder) -> str:
             f"than record.logp_gap_warning {limit} on average.</p>"
         )
     return line
+
+
+def _skipped(run: RunFolder) -> str:
+    skipped = [row for row in run.metrics if row.get("skipped")]
+    if not skipped:
+        return ""
+    lines = []
+    for row in skipped[:SHOWN_SKIPPED]:
+        problems = row.get("skipped_problems") or []
+        blamed = f" (problems {', '.join(map(str, problems))})" if problems else ""
+        lines.append(f"<li>step {row['step']}: {escape(str(row['skipped']) + blamed)}</li>")
+    if len(skipped) > SHOWN_SKIPPED:
+        lines.append(f"<li>{len(skipped) - SHOWN_SKIPPED} more in metrics.jsonl</li>")
+    return f'<div class="note">{len(skipped)} steps made no update:<ul>{"".join(lines)}</ul></div>'
 
 
 def _evaluations(run: RunFolder) -> str:
@@ -123,7 +136,8 @@ def _with_interval(value: float | None, interval: list[float] | None) -> str:
 def _totals(run: RunFolder) -> str:
     """Sums over the steps, what was saved and what was clipped. The learner prunes rows and shares no prefix."""
     total = {}
-    for key in sorted({key for row in run.metrics for key in row if key.startswith(("tokens/", "time/", "problems/"))}):
+    measured = {key for row in run.metrics for key in row if key.startswith(("tokens/", "time/", "problems/"))}
+    for key in sorted(measured.difference(NO_SUMS)):
         total[key] = fsum(value for value in run.series(key) if not isnan(value))
     if not total:
         return ""

@@ -6,18 +6,21 @@ import math
 import resource
 import sys
 from collections.abc import Iterable
+from dataclasses import asdict
 
 import numpy as np
+import torch
 
 from spiral_fast.rollout.engine import TokenCounts
 from spiral_fast.rollout.live_batch import LiveBatch
-from spiral_fast.trace import AGGREGATION, SEARCH, Trace
+from spiral_fast.trace import AGGREGATION, SEARCH, ProblemRollout, Trace
 
 LEVEL = {SEARCH: "search", AGGREGATION: "aggregation"}
 
 
-def rollout_metrics(batch: LiveBatch, counts: TokenCounts) -> dict[str, float]:
-    """Problems, rewards, credits, lengths and tokens of a step; `counts` are the engine's tokens of this step."""
+def rollout_metrics(batch: LiveBatch, counts: TokenCounts | None) -> dict[str, float]:
+    """Problems, rewards, credits, answers, lengths and tokens of a step; `counts` are the engine's tokens of this step
+    (None in a replay, which has no engine)."""
     drawn = batch.drawn()
     metrics = {
         "problems/drawn": len(drawn),
@@ -25,22 +28,18 @@ def rollout_metrics(batch: LiveBatch, counts: TokenCounts) -> dict[str, float]:
         "problems/dead": len(batch.dead),
         "problems/discarded": len(batch.discarded),
         "problems/rounds": batch.rounds,
-        "tokens/prompt": counts.prompt,
-        "tokens/cached": counts.cached,
-        "tokens/computed": counts.computed,
-        "tokens/generated": counts.generated,
         "tokens/wasted": sum(len(t.tokens) for r in batch.dead + batch.discarded for t in r.traces()),
     }
+    if counts is not None:
+        metrics |= {f"tokens/{name}": value for name, value in asdict(counts).items()}
     for level, name in LEVEL.items():
-        traces = [trace for rollout in drawn for trace in rollout.traces() if trace.key.level == level]
-        if traces:
-            metrics |= {f"{key}_{name}" if "/" in key else f"{key}/{name}": v for key, v in _level(traces).items()}
+        problems = [[trace for trace in rollout.traces() if trace.key.level == level] for rollout in drawn]
+        problems = [traces for traces in problems if traces]
+        if problems:
+            metrics |= {f"{key}_{name}" if "/" in key else f"{key}/{name}": v for key, v in _level(problems).items()}
     graded = [trace for rollout in drawn for trace in rollout.traces() if trace.verdict]
     metrics["reward/could_not_grade"] = _share(trace.verdict == "could_not_grade" for trace in graded)
-    used = [_appearances(rollout) for rollout in drawn if len(rollout.sets)]
-    if used:
-        metrics["sets/unused_traces"] = float(np.mean([np.mean(count == 0) for count in used]))
-    return metrics
+    return metrics | _appearances(drawn)
 
 
 def learner_metrics(stats) -> dict[str, float]:
@@ -71,17 +70,24 @@ def learner_metrics(stats) -> dict[str, float]:
 
 
 def memory_metrics() -> dict[str, float]:
-    """Peak resident memory of the process so far, MB."""
+    """Peak memory of the process so far, MB: resident, and allocated on the GPU. Like all that the machine decides, and
+    not the run, it stands under time/."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"memory/peak_rss_mb": peak / (1e6 if sys.platform == "darwin" else 1e3)}
+    metrics = {"time/peak_rss_mb": peak / (1e6 if sys.platform == "darwin" else 1e3)}
+    if torch.cuda.is_available():
+        metrics["time/peak_cuda_mb"] = torch.cuda.max_memory_allocated() / 1e6
+    return metrics
 
 
-def _level(traces: list[Trace]) -> dict[str, float]:
+def _level(problems: list[list[Trace]]) -> dict[str, float]:
+    """Of the traces of one level, by problem."""
+    traces = [trace for problem in problems for trace in problem]
     credits = np.array([trace.credit for trace in traces])
     lengths = np.array([len(trace.tokens) for trace in traces])
     rewards = [trace.reward for trace in traces if trace.reward is not None]
     return {
         "reward": float(np.mean(rewards)) if rewards else math.nan,
+        "answers/distinct": float(np.mean([len({trace.answer for trace in p} - {None}) for p in problems])),
         "length": float(lengths.mean()),
         "length/max": float(lengths.max()),
         "length/cut_share": _share(trace.finish_reason == "length" for trace in traces),
@@ -92,8 +98,18 @@ def _level(traces: list[Trace]) -> dict[str, float]:
     }
 
 
-def _appearances(rollout) -> np.ndarray:
-    return np.bincount(rollout.sets.reshape(-1), minlength=len(rollout.search))
+def _appearances(drawn: list[ProblemRollout]) -> dict[str, float]:
+    """In how many sets of its problem a search trace is."""
+    with_sets = [rollout for rollout in drawn if len(rollout.sets)]
+    if not with_sets:
+        return {}
+    counts = np.concatenate([np.bincount(r.sets.reshape(-1), minlength=len(r.search)) for r in with_sets])
+    return {
+        "sets/appearances_mean": float(counts.mean()),
+        "sets/appearances_min": int(counts.min()),
+        "sets/appearances_max": int(counts.max()),
+        "sets/unused_traces": float(np.mean(counts == 0)),
+    }
 
 
 def _share(flags: Iterable[bool]) -> float:

@@ -11,6 +11,7 @@ from spiral_fast.config import ConfigError
 from spiral_fast.record.charts import CHARTS
 from spiral_fast.record.report import write_report
 from tests.record.run_of_three_steps import config_of, make_run
+from tests.record.test_trace_store import as_an_older_version
 
 
 class Page(HTMLParser):
@@ -80,10 +81,33 @@ def test_skipped_steps_and_a_wide_gap_are_pointed_out(finished, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    rows[1] |= {"skipped": "no live row", "logp_gap/mean": 0.5}
+    rows[0] |= {"skipped": "loss is nan", "skipped_problems": ["p<7>", "p8"]}
+    rows[1] |= {"skipped": "no live row", "skipped_problems": [], "logp_gap/mean": 0.5}
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = read(run).text
-    assert "1 steps made no update: no live row" in text and "In 1 steps (first: 2)" in text
+    assert "2 steps made no update: step 1: loss is nan (problems p<7>, p8) step 2: no live row" in text
+    assert "In 1 steps (first: 2)" in text
+
+
+def test_what_cannot_be_summed_is_not(finished, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row |= {"time/peak_rss_mb": 700.0, "problems/epoch": 0.5, "memory/peak_rss_mb": 700.0}  # the last: older runs
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = read(run)
+    totals = page.text[page.text.index("Totals over the steps") : page.text.index("Training")]
+    assert "time/step" in totals and "peak" not in totals and "epoch" not in totals
+    assert "MB, peak so far" in page.text
+
+
+def test_a_run_of_an_older_version(tmp_path):
+    run = make_run(tmp_path / "run")
+    for file in (run / "traces").iterdir():
+        as_an_older_version(file)
+    page = read(run)
+    assert "aggregation 1 of set 0 (search traces 0, 2)" in page.text
 
 
 def test_a_damaged_line_in_the_middle_is_named(tmp_path):
