@@ -7,12 +7,13 @@ into one line that names file, key, value and what is allowed.
 from __future__ import annotations
 
 import difflib
-from math import comb, perm
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from spiral_fast.algorithms import shape_refusals
 
 
 def _no_bool(value: Any) -> Any:
@@ -99,9 +100,17 @@ class RolloutConfig(Section):
 
 
 class CreditConfig(Section):
-    algorithm: Literal["spiral", "grpo"] = Field("spiral", description="how rewards become credits")
+    algorithm: Literal["spiral", "grpo", "aggregator_only", "search_only", "independent", "poly_epo"] = Field(
+        "spiral", description="how rewards become credits, see docs/algorithms.md"
+    )
     search_weight: PositiveFloat | Literal["unbiased"] = Field(
-        1.0, description="factor on the search credits; 1 = the paper; unbiased = K (N2 - 1) / M"
+        1.0,
+        description="factor on the search credits of spiral and independent; 1 = the paper; unbiased = K (N2 - 1) / M "
+        "(independent: / (N1 - 1))",
+    )
+    diversity: str = Field(
+        "distinct_answers",
+        description="poly_epo: d of a set; distinct_answers = their number / set size, or a function's dotted name",
     )
     search_target_length: PositiveInt | None = Field(
         None, description="L_target of search traces, tokens: positive credit above it becomes 0; none = off"
@@ -255,7 +264,7 @@ def load_config(path: str | Path, overrides: list[str] = ()) -> Config:
 def refusals(config: Config) -> list[str]:
     """Combinations that can be typed but not run exactly; each line begins with the key."""
     found = []
-    rollout, credit = config.rollout, config.credit
+    rollout = config.rollout
 
     def refuse(key: str, value: Any, why: str) -> None:
         found.append(f"{key}: {value!r} cannot be used: {why}")
@@ -269,54 +278,8 @@ def refusals(config: Config) -> list[str]:
     for key in ("kl_coef", "entropy_coef"):
         if getattr(config.learner, key) != 0:
             refuse(f"learner.{key}", getattr(config.learner, key), "only 0 (the paper's value) is supported")
-    if credit.algorithm == "spiral":
-        n1, n, k, n2 = rollout.n_search, rollout.set_size, rollout.n_sets, rollout.n_aggregations
-        if n1 < 2:
-            refuse("rollout.n_search", n1, "a set needs fewer traces than there are; use at least 2")
-        if k < 2:
-            refuse("rollout.n_sets", k, "with fewer than 2 sets every search credit is zero; use at least 2")
-        if n1 > 1 and not 0 < n < n1:
-            why = f"allowed: 1 .. n_search - 1 = {n1 - 1}; a set of all traces makes every search credit zero"
-            refuse("rollout.set_size", n, why)
-        if n2 < 2:
-            refuse("rollout.n_aggregations", n2, "with fewer than 2 every aggregation credit is zero; use at least 2")
-        if 0 < n < n1 and k >= 2:
-            possible = perm(n1, n) if rollout.set_sampler == "ordered" else comb(n1, n)
-            if k > possible:
-                refuse("rollout.n_sets", k, f"only {possible} distinct sets of {n} out of {n1} traces exist")
-            if possible >= 2**63:
-                refuse("rollout.set_size", n, f"more than 2^63 sets of {n1} traces; use a smaller one")
-            if rollout.set_sampler == "balanced" and (k * n) % n1:
-                why = f"needs n_search ({n1}) to divide n_sets * set_size ({k * n})"
-                refuse("rollout.set_sampler", "balanced", why)
-        if rollout.member_order == "shared_first" and rollout.set_sampler != "balanced":
-            why = (
-                f"with set_sampler {rollout.set_sampler} it biases the gradient of an order-sensitive aggregator; "
-                "use set_sampler: balanced"
-            )
-            refuse("rollout.member_order", "shared_first", why)
-    elif rollout.n_sets or rollout.set_size or rollout.n_aggregations:
-        key = next(k for k in ("n_sets", "set_size", "n_aggregations") if getattr(rollout, k))
-        refuse(
-            f"rollout.{key}",
-            getattr(rollout, key),
-            "grpo has no aggregation; set n_sets, set_size, n_aggregations to 0",
-        )
-    elif credit.search_weight != 1:
-        refuse("credit.search_weight", credit.search_weight, "grpo has no second term to weigh against; remove it")
-    elif credit.aggregation_target_length is not None:
-        why = "grpo trains no aggregation; remove it"
-        refuse("credit.aggregation_target_length", credit.aggregation_target_length, why)
-    elif rollout.set_sampler != "uniform" or rollout.member_order != "index":
-        key = "set_sampler" if rollout.set_sampler != "uniform" else "member_order"
-        refuse(f"rollout.{key}", getattr(rollout, key), "grpo draws no sets; remove it")
-    elif rollout.n_search < 2:
-        refuse("rollout.n_search", rollout.n_search, "with a group of 1 every credit is zero; use at least 2")
-    for level in ("search", "aggregation"):
-        target, limit = getattr(credit, f"{level}_target_length"), getattr(rollout, f"{level}_max_new_tokens")
-        if target is not None and target >= limit:
-            why = f"the gate never acts at or above rollout.{level}_max_new_tokens ({limit}); lower it or remove it"
-            refuse(f"credit.{level}_target_length", target, why)
+    for refusal in shape_refusals(config):
+        refuse(*refusal)
     problems = config.problems
     if problems.source == "jsonl" and config.warm_start.steps:
         why = "there are no templated answers for problems.source: jsonl; set it to 0"

@@ -6,6 +6,7 @@ import yaml
 from rich.console import Console
 
 from spiral_fast.config import Config
+from spiral_fast.credit import credit_of
 from spiral_fast.rewards import make_grader
 from spiral_fast.set_up import set_up
 
@@ -14,6 +15,7 @@ def dry_run(config: Config) -> None:
     """Print the resolved config, counts, worst-case lengths and one prompt of each kind. Raises what `train` would."""
     parts = set_up(config)
     make_grader(config)
+    credit_of(config)  # so that a diversity function is imported
     say = Console(highlight=False, soft_wrap=True)
 
     def heading(text: str) -> None:

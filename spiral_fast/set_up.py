@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from spiral_fast.algorithms import ALGORITHMS
 from spiral_fast.config import Config, ConfigError
 from spiral_fast.learner.model import LoadedModel, load_model
 from spiral_fast.problems import ProblemSets, load_problems
@@ -40,7 +41,7 @@ def _check_backends(config: Config, device: str) -> None:
     """Refuse a backend that the environment forces and that cannot serve this run."""
     try:
         choose_backend("linear_logprob", torch.device(device), getattr(torch, config.model.dtype))
-        if config.credit.algorithm == "spiral":
+        if ALGORITHMS[config.credit.algorithm].draws_sets:
             choose_backend("set_advantages", torch.device("cpu"), torch.float64)
     except BackendError as error:
         raise ConfigError(f"{ENVIRONMENT_VARIABLE}: {error}") from None

@@ -7,40 +7,72 @@ from collections.abc import Callable
 import numpy as np
 
 from spiral_fast.config import Config
+from spiral_fast.credit.aggregator_only import aggregator_only_credits
+from spiral_fast.credit.diversity import load_diversity, set_diversities
 from spiral_fast.credit.gate import gate
 from spiral_fast.credit.grpo import grpo_credits
+from spiral_fast.credit.independent import independent_credits
+from spiral_fast.credit.poly_epo import poly_epo_credits
+from spiral_fast.credit.search_only import search_only_credits
 from spiral_fast.credit.sets import multiplicity
 from spiral_fast.credit.spiral import spiral_credits
 from spiral_fast.trace import ProblemRollout, Trace
 
 
 def credit_of(config: Config) -> Callable[[ProblemRollout], None]:
-    """The function that fills `credit` and `gated` of every trace of a problem from the rewards and lengths."""
+    """The function that fills `credit` and `gated` of every trace of a problem from the rewards and lengths.
+
+    Raises ConfigError where `credit.diversity` cannot be loaded.
+    """
     credit = config.credit
+    diversity = load_diversity(credit.diversity)
 
-    def spiral(rollout: ProblemRollout) -> None:
-        rewards = np.array([_rewards(group) for group in rollout.aggregation])
-        search, aggregation = spiral_credits(rewards, rollout.sets, len(rollout.search))
+    def credits(rollout: ProblemRollout) -> tuple[np.ndarray, np.ndarray]:
+        """Search (N1,) and aggregation (K, N2), before the gate. Rewards are read where the algorithm needs them."""
+        sets, n_search = rollout.sets, len(rollout.search)
+        no_aggregation = np.zeros((len(rollout.aggregation), 0))
+        match credit.algorithm:
+            case "spiral":
+                return spiral_credits(_aggregation_rewards(rollout), sets, n_search)
+            case "grpo":
+                return grpo_credits(_rewards(rollout.search)), no_aggregation
+            case "aggregator_only":
+                return aggregator_only_credits(_aggregation_rewards(rollout), sets, n_search)
+            case "search_only":
+                return search_only_credits(_aggregation_rewards(rollout), sets, n_search)
+            case "independent":
+                return independent_credits(_rewards(rollout.search), _aggregation_rewards(rollout), sets)
+            case "poly_epo":
+                values = set_diversities(rollout, diversity)
+                return poly_epo_credits(_rewards(rollout.search), sets, values), no_aggregation
+
+    def fill(rollout: ProblemRollout) -> None:
+        search, aggregation = credits(rollout)
         _assign(rollout.search, search, credit.search_target_length)
-        for group, credits in zip(rollout.aggregation, aggregation, strict=True):
-            _assign(group, credits, credit.aggregation_target_length)
+        for group, values in zip(rollout.aggregation, aggregation, strict=True):
+            _assign(group, values, credit.aggregation_target_length)
 
-    def grpo(rollout: ProblemRollout) -> None:
-        _assign(rollout.search, grpo_credits(_rewards(rollout.search)), credit.search_target_length)
-
-    return {"spiral": spiral, "grpo": grpo}[credit.algorithm]
+    return fill
 
 
 def search_weight(config: Config) -> float:
     """Factor on the loss rows of search traces (not on their credits, so that zeros stay zeros).
 
-    1 = the paper; `unbiased` = K (N2 - 1) / M, which makes the expected update a multiple of the true gradient of J.
+    1 = the paper; `unbiased` makes the expected update a multiple of one gradient: for spiral K (N2 - 1) / M, of
+    grad J; for independent K (N2 - 1) / (N1 - 1), of grad (E r(y) + J).
     """
     weight, rollout = config.credit.search_weight, config.rollout
     if weight != "unbiased":
         return float(weight)
-    m = multiplicity(rollout.set_sampler, rollout.n_search, rollout.set_size, rollout.n_sets)
+    if config.credit.algorithm == "independent":
+        m = rollout.n_search - 1
+    else:
+        m = multiplicity(rollout.set_sampler, rollout.n_search, rollout.set_size, rollout.n_sets)
     return rollout.n_sets * (rollout.n_aggregations - 1) / m
+
+
+def _aggregation_rewards(rollout: ProblemRollout) -> np.ndarray:
+    return np.array([_rewards(group) for group in rollout.aggregation])  # (K, N2)
 
 
 def _rewards(traces: list[Trace]) -> np.ndarray:

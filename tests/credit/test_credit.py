@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from spiral_fast.config import Config
+from spiral_fast.config import Config, ConfigError
 from spiral_fast.credit import credit_of, search_weight
 from spiral_fast.credit.gate import gate
 from spiral_fast.credit.grpo import grpo_credits
@@ -133,6 +133,59 @@ def test_grpo_fills_credit_from_the_own_rewards():
     assert [t.gated for t in group] == [False, True, False, False]
 
 
+def three_sets(search_rewards=(None,) * 4) -> ProblemRollout:
+    """f = 1, 1/2, 0, of the sets (0, 1), (1, 2), (0, 2); trace 3 is in none."""
+    problem = rollout([[0, 1], [1, 2], [0, 2]], [[1, 1], [1, 0], [0, 0]], [3, 4, 9, 9], [[5, 5], [6, 5], [5, 5]])
+    for trace, reward, answer in zip(problem.search, search_rewards, ["4", "4", "5", None], strict=True):
+        trace.reward, trace.answer = reward, answer
+    return problem
+
+
+def credits(problem: ProblemRollout, **credit) -> tuple[list, list]:
+    credit_of(make_config(**credit))(problem)
+    return [t.credit for t in problem.search], [[t.credit for t in g] for g in problem.aggregation]
+
+
+def test_aggregator_only_needs_no_search_reward():
+    problem = three_sets()
+    assert credits(problem, algorithm="aggregator_only") == ([0.0] * 4, [[0.0, 0.0], [0.5, -0.5], [0.0, 0.0]])
+    assert credits(problem, algorithm="aggregator_only", aggregation_target_length=5)[1][1] == [0.0, -0.5]
+    assert [t.gated for t in problem.aggregation[1]] == [True, False]
+
+
+def test_search_only_is_the_search_credit_of_spiral():
+    assert credits(three_sets(), algorithm="search_only") == ([0.0, 0.25, -0.25, 0.0], [[0.0, 0.0]] * 3)
+
+
+def test_independent_reads_the_rewards_of_both_levels():
+    expected = ([0.75, -0.25, -0.25, -0.25], [[0.0, 0.0], [0.5, -0.5], [0.0, 0.0]])
+    assert credits(three_sets([1, 0, 0, 0]), algorithm="independent") == expected
+    problem = three_sets([1, 1, 1, 1])  # dead above, live below
+    assert credits(problem, algorithm="independent")[0] == [0.0] * 4 and problem.live
+    with pytest.raises(ValueError, match="level=0.*has no reward"):
+        credits(three_sets(), algorithm="independent")
+
+
+def test_poly_epo_reads_rewards_and_answers_of_the_search_traces():
+    problem = three_sets([1, 0, 1, 0])
+    problem.aggregation = [[], [], []]
+    none = {"n_search": 4, "set_size": 2, "n_sets": 3, "n_aggregations": 0}
+    fill = credit_of(make_config(none, algorithm="poly_epo", search_target_length=4))
+    fill(problem)  # mean r = 1/2, 1/2, 1; d = 1/2, 1, 1; f = 1/4, 1/2, 1; mean f = 7/12
+    expected = [5 / 8 - 7 / 12, 3 / 8 - 7 / 12, 0.0, 0.0]  # the third is 3/4 - 7/12, gated
+    assert [t.credit for t in problem.search] == pytest.approx(expected, abs=1e-15)
+    assert [t.gated for t in problem.search] == [False, False, True, False]
+    for t in problem.search:
+        t.answer = None  # d = 0 everywhere
+    fill(problem)
+    assert not problem.live
+
+
+def test_a_diversity_that_cannot_be_loaded_is_refused_before_the_first_problem():
+    with pytest.raises(ConfigError, match="credit.diversity: 'no.such.d' cannot be loaded"):
+        credit_of(make_config(algorithm="poly_epo", diversity="no.such.d"))
+
+
 def test_a_trace_without_reward_is_named():
     problem = rollout([[0, 1], [1, 2], [2, 3]], [[1, 1], [1, None], [1, 1]], [1] * 4, [[1, 1]] * 3)
     with pytest.raises(ValueError, match="set=1, index=1.*has no reward"):
@@ -146,3 +199,5 @@ def test_search_weight():
     assert search_weight(make_config(paper, search_weight="unbiased")) == pytest.approx(12 / 0.885788449)
     balanced = make_config({**paper, "set_sampler": "balanced"}, search_weight="unbiased")
     assert search_weight(balanced) == 12.0
+    independent = make_config(paper, algorithm="independent", search_weight="unbiased")
+    assert search_weight(independent) == 12 / 7

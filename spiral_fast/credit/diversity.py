@@ -1,0 +1,51 @@
+"""How diverse a set of search traces is: the factor d(G) of `poly_epo`. `credit.diversity` names the function."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from fractions import Fraction
+from math import isfinite
+from numbers import Rational, Real
+from pathlib import Path
+
+from spiral_fast.config import ConfigError
+from spiral_fast.trace import ProblemRollout
+
+# (extracted answer of each trace of a set, None where there is none; its text) -> d(G). A rational number (int,
+# Fraction) keeps zero credits exact.
+Diversity = Callable[[list[str | None], list[str]], float | Fraction]
+
+
+def distinct_answers(answers: list[str | None], texts: list[str]) -> Fraction:
+    """Distinct answers / set size. Traces without an answer add none: saying nothing is no way of being different."""
+    return Fraction(len(set(answers) - {None}), len(answers))
+
+
+def load_diversity(name: str) -> Diversity:
+    """`distinct_answers`, or the function of a dotted name. Raises ConfigError for one that cannot be loaded."""
+    if name == "distinct_answers":
+        return distinct_answers
+    module, _, attribute = name.rpartition(".")
+    sys.path.insert(0, str(Path.cwd()))  # a module of the user's, as `python -m` finds it
+    try:
+        function = getattr(importlib.import_module(module), attribute) if module else None
+    except Exception as error:  # whatever the user's module raises
+        raise ConfigError(f"credit.diversity: {name!r} cannot be loaded: {error}") from None
+    if not callable(function):
+        raise ConfigError(f"credit.diversity: {name!r} is no function; use distinct_answers or package.module.function")
+    return function
+
+
+def set_diversities(rollout: ProblemRollout, diversity: Diversity) -> list[Rational | float]:
+    """d(G) of each of the problem's sets. Raises ConfigError for a value that is not a finite number."""
+    values = []
+    for k, members in enumerate(rollout.sets):
+        traces = [rollout.search[i] for i in members]
+        value = diversity([trace.answer for trace in traces], [trace.text for trace in traces])
+        if not isinstance(value, Real) or not isfinite(value):
+            which = f"set {k} of problem {rollout.problem.id!r}"
+            raise ConfigError(f"credit.diversity: {value!r} for {which}: a finite number is needed")
+        values.append(value if isinstance(value, Rational) else float(value))
+    return values
