@@ -143,19 +143,25 @@ def evaluate(
     config: ConfigFile,
     overrides: Overrides = None,
     adapter: Annotated[Path | None, typer.Option(help="PEFT adapter folder, for example a checkpoint of a run")] = None,
-    out: Annotated[Path, typer.Option(help="new file for the numbers; plots go beside it")] = Path("eval.json"),
+    out: Annotated[Path, typer.Option(help="new file for the numbers; plots and traces go beside it")] = Path(
+        "eval.json"
+    ),
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the traces beside --out")] = False,
+    shard: Annotated[
+        str, typer.Option(metavar="I/N", help="sample only part I of N; the last one writes --out")
+    ] = "1/1",
 ) -> None:
-    """Evaluate a model, with or without an adapter: pass@k, majority@k and recursive self-aggregation.
+    """Evaluate a model, with or without an adapter: pass@k, majority@k, RSA, length sweep, token budget, verification.
 
     spiral-fast eval configs/demo.yaml --adapter runs/demo/checkpoints/step_000160 --out runs/demo/eval_again.json
     """
     settings = load_config(config, overrides or [])
-    from spiral_fast.evaluate_command import evaluate_adapter
+    from spiral_fast.evaluate_command import evaluate_adapter, parse_shard
 
     try:
-        evaluate_adapter(settings, adapter, out)
+        evaluate_adapter(settings, adapter, out, resume=resume, shard=parse_shard(shard))
     except KeyboardInterrupt:
-        _fail("interrupted; nothing was written", 130)
+        _fail("interrupted; whole chunks of problems are kept beside --out: go on with --resume", 130)
 
 
 @app.command()

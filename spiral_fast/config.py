@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -179,15 +179,33 @@ class RsaConfig(Section):
     set_size: PositiveInt = Field(4, description="candidates per aggregation prompt (paper: 4)")
 
 
+def _as_list(value: Any) -> Any:
+    """One mapping stands for a list of one."""
+    return [value] if isinstance(value, (dict, RsaConfig)) else value
+
+
 class EvaluateConfig(Section):
     every: NonNegativeInt = Field(0, description="steps between evaluations; 0 = only before and after")
     samples: Annotated[PositiveInt, Field(le=4096)] = Field(64, description="independent search traces per problem")
     pass_at: Counts = Field([1, 2, 4, 8, 16, 32, 64], description="k of pass@k, each <= samples")
     majority_at: list[PositiveInt] = Field([4, 16], description="k of majority@k, each <= samples; [] = none")
-    rsa: RsaConfig = RsaConfig()
+    lengths: list[PositiveInt] = Field(
+        [], description="token limits below rollout.search_max_new_tokens whose pass@1 is measured too; [] = none"
+    )
+    rsa: Annotated[list[RsaConfig], BeforeValidator(_as_list)] = Field(
+        [RsaConfig()], min_length=1, description="shapes of recursive self-aggregation: one mapping, or a list of them"
+    )
+    chunk_problems: PositiveInt = Field(
+        32, description="spiral-fast eval: problems sampled and stored together; a killed evaluation loses one chunk"
+    )
     bootstrap: Annotated[int, Field(gt=0, le=100_000), NoBool] = Field(
         1000, description="resamples of the problems for the intervals"
     )
+
+    @property
+    def rsa_shapes(self) -> list[RsaConfig]:
+        """The shapes that take a step."""
+        return [shape for shape in self.rsa if shape.steps]
 
 
 class RecordConfig(Section):
@@ -296,17 +314,32 @@ def refusals(config: Config) -> list[str]:
         over = [k for k in getattr(config.evaluate, key) if k > config.evaluate.samples]
         if over:
             refuse(f"evaluate.{key}", over[0], f"above evaluate.samples ({config.evaluate.samples})")
-    if config.evaluate.rsa.steps and config.evaluate.rsa.set_size > config.evaluate.rsa.population:
-        refuse("evaluate.rsa.set_size", config.evaluate.rsa.set_size, "above evaluate.rsa.population")
+    for shape in config.evaluate.rsa_shapes:
+        if shape.set_size > shape.population:
+            refuse("evaluate.rsa.set_size", shape.set_size, f"above its population ({shape.population})")
+    pairs = [(shape.population, shape.set_size) for shape in config.evaluate.rsa_shapes]
+    for pair in {pair for pair in pairs if pairs.count(pair) > 1}:
+        why = "population and set_size are those of another shape; keep the one with more steps"
+        refuse("evaluate.rsa", list(pair), why)
+    for limit in config.evaluate.lengths:
+        if limit >= rollout.search_max_new_tokens:
+            why = f"must be below rollout.search_max_new_tokens ({rollout.search_max_new_tokens}), measured anyway"
+            refuse("evaluate.lengths", limit, why)
     return found
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section a field holds, one or a list of it; None for a plain value."""
+    inner = get_args(annotation)[0] if get_origin(annotation) is list else annotation
+    return inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None
 
 
 def known_keys(section: type[BaseModel] = Config, prefix: str = "") -> list[str]:
     """Every dotted key a config may hold."""
     keys = []
     for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            keys += known_keys(field.annotation, f"{prefix}{name}.")
+        if inner := section_of(field.annotation):
+            keys += known_keys(inner, f"{prefix}{name}.")
         else:
             keys.append(prefix + name)
     return keys
@@ -330,7 +363,7 @@ def _override(data: dict, override: str) -> None:
 def _explain(error: ValidationError) -> str:
     """The first mistake as one line: key, value, what is allowed, nearest valid key."""
     first = error.errors(include_url=False)[0]
-    parts = [str(part) for part in first["loc"]]
+    parts = [str(part) for part in first["loc"] if not isinstance(part, int)]
     keys = known_keys()
     sections = {key.rpartition(".")[0] for key in keys}
     key = ".".join(parts)
@@ -346,7 +379,11 @@ def _explain(error: ValidationError) -> str:
         key = key.rpartition(".")[0]
     if first["type"] == "missing":
         return f"{'.'.join(parts)}: missing; {_describe('.'.join(parts))}"
-    allowed = [e["msg"] for e in error.errors(include_url=False) if ".".join(map(str, e["loc"])).startswith(key)]
+    allowed = [
+        e["msg"]
+        for e in error.errors(include_url=False)
+        if ".".join(str(part) for part in e["loc"] if not isinstance(part, int)).startswith(key)
+    ]
     allowed = " or ".join(dict.fromkeys(text[0].lower() + text[1:] for text in allowed))
     return f"{key}: {first['input']!r} is not allowed: {allowed} ({_describe(key)})"
 
@@ -357,7 +394,7 @@ def _describe(key: str) -> str:
     for parent in parents:
         if parent not in section.model_fields:
             return "see docs/config.md"
-        section = section.model_fields[parent].annotation
+        section = section_of(section.model_fields[parent].annotation)
     field = section.model_fields.get(leaf)
     if field is None or field.description:
         return field.description if field else "see docs/config.md"

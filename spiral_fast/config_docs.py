@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from spiral_fast.config import Config
+from spiral_fast.config import Config, section_of
 
 HEAD = """# Config
 
@@ -33,21 +33,17 @@ def markdown() -> str:
 def _sections(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[tuple[str, type[BaseModel], str]]:
     yield prefix.removesuffix(".") or "Top level", section, prefix
     for name, field in section.model_fields.items():
-        if _is_section(field.annotation):
-            yield from _sections(field.annotation, f"{prefix}{name}.")
+        if inner := section_of(field.annotation):
+            yield from _sections(inner, f"{prefix}{name}.")
 
 
 def _table(section: type[BaseModel], prefix: str) -> Iterator[str]:
     yield "| key | type | default | meaning |"
     yield "|---|---|---|---|"
     for name, field in section.model_fields.items():
-        if not _is_section(field.annotation):
+        if not section_of(field.annotation):
             cells = (f"`{prefix}{name}`", _type(field), _default(field), field.description or "")
             yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _default(field: FieldInfo) -> str:

@@ -6,8 +6,14 @@ from collections.abc import Mapping
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
-FIGURES = ("pass_at_k", "majority_at_k", "rsa")
+from spiral_fast.evaluate.budget import LENGTH, MAJORITY, ORACLE
+
+FIGURES = ("pass_at_k", "majority_at_k", "rsa", "lengths", "budget_generated", "budget_total", "verification")
+LEGIBLE = 4  # evaluations in a figure with a line per method; of more, the first and the last are drawn
+STYLES = {LENGTH: ("o", "-"), MAJORITY: ("s", "--"), ORACLE: ("^", ":")}
+RSA_STYLES = (("D", "-"), ("P", "-."), ("X", "-"), ("v", "-."))
 
 
 def figures(evaluations: Mapping[str, dict]) -> dict[str, Figure]:
@@ -15,9 +21,22 @@ def figures(evaluations: Mapping[str, dict]) -> dict[str, Figure]:
 
     An evaluation is what `evaluate` returns. Bands and bars are its bootstrap intervals over the problems.
     """
-    draw = dict(zip(FIGURES, (_pass_at_k, _majority_at_k, _rsa), strict=True))
-    measured = [metric for metric in draw if any(evaluation[metric] for evaluation in evaluations.values())]
-    return {metric: draw[metric](evaluations) for metric in measured}
+    few = dict(evaluations)
+    if len(few) > LEGIBLE:
+        few = {label: few[label] for label in (next(iter(few)), list(few)[-1])}
+    swept = {label: e for label, e in evaluations.items() if e.get("lengths")}
+    costed = {label: e for label, e in few.items() if e.get("budget")}
+    judged = {label: e for label, e in few.items() if e.get("rsa_shapes")}
+    drawn = {
+        "pass_at_k": (_pass_at_k, evaluations if any(e["pass_at_k"] for e in evaluations.values()) else {}),
+        "majority_at_k": (_majority_at_k, evaluations if any(e["majority_at_k"] for e in evaluations.values()) else {}),
+        "rsa": (_rsa, {label: e for label, e in evaluations.items() if e["rsa"]}),
+        "lengths": (_lengths, swept),
+        "budget_generated": (_budget_generated, costed),
+        "budget_total": (_budget_total, costed),
+        "verification": (_verification, judged),
+    }
+    return {name: draw(shown) for name, (draw, shown) in drawn.items() if shown}
 
 
 def _pass_at_k(evaluations: Mapping[str, dict]) -> Figure:
@@ -41,11 +60,7 @@ def _majority_at_k(evaluations: Mapping[str, dict]) -> Figure:
         points = [evaluation["majority_at_k"][str(k)] for k in present]
         intervals = [evaluation["intervals"]["majority_at_k"][str(k)] for k in present]
         where = [ks.index(k) + (i - (len(evaluations) - 1) / 2) * width for k in present]
-        errors = [
-            [max(0.0, p - low) for p, (low, _) in zip(points, intervals, strict=True)],
-            [max(0.0, high - p) for p, (_, high) in zip(points, intervals, strict=True)],
-        ]
-        axes.bar(where, points, width, yerr=errors, capsize=3, label=label)
+        axes.bar(where, points, width, yerr=_errors(points, intervals), capsize=3, label=label)
     axes.set_xticks(range(len(ks)), [str(k) for k in ks])
     axes.legend(frameon=False)
     return figure
@@ -53,11 +68,86 @@ def _majority_at_k(evaluations: Mapping[str, dict]) -> Figure:
 
 def _rsa(evaluations: Mapping[str, dict]) -> Figure:
     figure, axes = _axes("recursive self-aggregation", "aggregation steps", "correct traces of the population (pass@1)")
+    steps = 0
     for label, evaluation in evaluations.items():
-        points = evaluation["rsa"]
-        if points:
-            _line(axes, list(range(len(points))), points, evaluation["intervals"]["rsa"], label)
-    _ticks(axes, list(range(max(len(e["rsa"]) for e in evaluations.values()))), log=False)
+        shapes = evaluation.get("rsa_shapes") or [
+            {"rsa": evaluation["rsa"], "intervals": evaluation["intervals"]["rsa"]}
+        ]
+        color = None
+        for i, shape in enumerate(shapes):
+            name = f"{label} {shape['population']}/{shape['set_size']}" if len(shapes) > 1 else label
+            style = {} if not i else {"color": color, "marker": RSA_STYLES[i % 4][0], "linestyle": "--"}
+            color = _line(axes, list(range(len(shape["rsa"]))), shape["rsa"], shape["intervals"], name, **style)
+            steps = max(steps, len(shape["rsa"]))
+    _ticks(axes, list(range(steps)), log=False)
+    return figure
+
+
+def _lengths(evaluations: Mapping[str, dict]) -> Figure:
+    figure, axes = _axes("sequential compute", "limit of a search trace, tokens", "correct traces (pass@1)")
+    limits = set()
+    for label, evaluation in evaluations.items():
+        points = [point for point in evaluation["budget"] if point["method"] == LENGTH]
+        at = [point["at"] for point in points]
+        _line(axes, at, [p["accuracy"] for p in points], [p["interval"] for p in points], label)
+        limits |= set(at)
+    _ticks(axes, sorted(limits), log=max(limits) > 8 * min(limits))
+    return figure
+
+
+def _budget_generated(evaluations: Mapping[str, dict]) -> Figure:
+    return _budget(evaluations, "accuracy against sampled tokens", "tokens generated per problem", ("generated",))
+
+
+def _budget_total(evaluations: Mapping[str, dict]) -> Figure:
+    title, axis = "accuracy against all tokens", "tokens generated + prompt tokens per problem"
+    return _budget(evaluations, title, axis, ("generated", "prompt"))
+
+
+def _budget(evaluations: Mapping[str, dict], title: str, axis: str, counted: tuple[str, ...]) -> Figure:
+    figure, axes = _axes(title, axis, "accuracy")
+    names: dict[str, tuple[str, str]] = {}
+    keys = []
+    for i, (label, evaluation) in enumerate(evaluations.items()):
+        color = f"C{i}"
+        keys.append(Line2D([], [], color=color, label=label))
+        for method in dict.fromkeys(point["method"] for point in evaluation["budget"]):
+            marker, dashes = STYLES.get(method) or names.get(method) or RSA_STYLES[len(names.keys() - STYLES) % 4]
+            names[method] = marker, dashes
+            points = [point for point in evaluation["budget"] if point["method"] == method]
+            x = [sum(point[name] for name in counted) for point in points]
+            y = [point["accuracy"] for point in points]
+            axes.plot(x, y, color=color, marker=marker, markersize=4, linestyle=dashes, linewidth=1.2)
+            intervals = [point["interval"] for point in points]
+            axes.fill_between(x, *zip(*intervals, strict=True), color=color, alpha=0.08, linewidth=0)
+    keys += [
+        Line2D([], [], color="#555", marker=marker, linestyle=dashes, markersize=4, label=method)
+        for method, (marker, dashes) in names.items()
+    ]
+    axes.set_xscale("log", base=2)
+    axes.legend(handles=keys, frameon=False, fontsize="small", ncols=2)
+    return figure
+
+
+def _verification(evaluations: Mapping[str, dict]) -> Figure:
+    """Of each evaluation's first shape; open markers rest on few problems."""
+    shape = next(iter(evaluations.values()))["rsa_shapes"][0]
+    title = f"aggregation by its candidates (RSA {shape['population']}/{shape['set_size']}, all steps)"
+    figure, axes = _axes(title, "right candidates in the set", "correct aggregations")
+    most = 0
+    for i, (label, evaluation) in enumerate(evaluations.items()):
+        shape = evaluation["rsa_shapes"][0]
+        cells = shape["verification"]["all_steps"]["by_right_candidates"]
+        cells = [cell for cell in cells if cell["aggregations"]]
+        x, y = [cell["right"] for cell in cells], [cell["correct"]["share"] for cell in cells]
+        errors = _errors(y, [cell["correct"]["interval"] for cell in cells])
+        color = f"C{i}"
+        axes.errorbar(x, y, yerr=errors, color=color, capsize=3, marker="o", label=label)
+        few = [(a, b) for a, b, cell in zip(x, y, cells, strict=True) if cell["few"]]
+        if few:
+            axes.plot(*zip(*few, strict=True), "o", markerfacecolor="white", color=color, zorder=3)
+        most = max(most, shape["set_size"])
+    _ticks(axes, list(range(most + 1)), log=False)
     return figure
 
 
@@ -69,9 +159,19 @@ def _axes(title: str, x: str, y: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _line(axes: Axes, x: list[int], points, intervals, label: str) -> None:
-    (line,) = axes.plot(x, points, marker="o", label=label)
+def _line(axes: Axes, x: list[int], points, intervals, label: str, **style) -> str:
+    """Draw it; the colour it got."""
+    (line,) = axes.plot(x, points, label=label, **({"marker": "o"} | style))
     axes.fill_between(x, *zip(*intervals, strict=True), color=line.get_color(), alpha=0.15, linewidth=0)
+    return line.get_color()
+
+
+def _errors(points: list[float], intervals: list[list[float]]) -> list[list[float]]:
+    """As matplotlib wants them: distances below and above."""
+    return [
+        [max(0.0, p - low) for p, (low, _) in zip(points, intervals, strict=True)],
+        [max(0.0, high - p) for p, (_, high) in zip(points, intervals, strict=True)],
+    ]
 
 
 def _ticks(axes: Axes, values: list[int], log: bool) -> None:

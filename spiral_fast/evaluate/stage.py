@@ -1,16 +1,17 @@
-"""One stage of an evaluation: sample a list of requests with the engine and grade the completions."""
+"""One stage of an evaluation: sample a list of requests with the engine and grade each completion as it comes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 import numpy as np
 
 from spiral_fast.config import Config
 from spiral_fast.prompts import Prompts
-from spiral_fast.rewards import Grader, check_ungradable
-from spiral_fast.rollout.engine import Engine, Request, request_seed
+from spiral_fast.rewards.grader import CORRECT, Grader, Verdict, check_finite
+from spiral_fast.rollout.engine import Completion, Engine, Request, request_seed
 from spiral_fast.trace import Problem, TraceKey
 
 SEED_STEP = -1  # in place of a training draw (>= 0): evaluations share their random streams, training has none of them
@@ -20,15 +21,23 @@ SEED_STEP = -1  # in place of a training draw (>= 0): evaluations share their ra
 class Sample:
     """A graded completion."""
 
+    key: TraceKey
+    members: list[int]  # the quoted candidates, indices into the population before; [] for a search trace
     tokens: list[int]
+    text: str
     logp_sum: float  # sum of the log-probs of `tokens` at the sampling temperature
     finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int  # of prompt_tokens
+    computed_tokens: int  # of prompt_tokens
     answer: str | None  # what the grader extracted
     verdict: str  # "correct" | "wrong" | "could_not_grade"
+    reason: str  # why it could not be graded
+    at_limit: list[str]  # verdicts of the trace cut at each of `evaluate.lengths`; [] for an aggregation
 
     @property
     def correct(self) -> bool:
-        return self.verdict == "correct"
+        return self.verdict == CORRECT
 
 
 @dataclass(frozen=True)
@@ -37,48 +46,72 @@ class Asked:
     key: TraceKey
     prompt: list[int]
     max_new_tokens: int
+    occasion: int = SEED_STEP
+    members: tuple[int, ...] = ()
 
 
 def run_stage(
-    asked: list[Asked], config: Config, engine: Engine, prompts: Prompts, grader: Grader, on_trace: Callable[[], None]
-) -> tuple[list[Sample], dict]:
-    """The samples in the order of `asked`, and what the stage cost and looked like.
+    asked: list[Asked],
+    config: Config,
+    engine: Engine,
+    prompts: Prompts,
+    grader: Grader,
+    on_trace: Callable[[], None],
+    limits: Sequence[int] = (),
+) -> list[Sample]:
+    """The samples in the order of `asked`. Only completions are graded, never prompts, while others are being sampled.
 
-    Only completions are graded, never prompts. Raises PromptTooLong from the engine and TooManyUngradable.
+    Each trace is also graded as cut at each of `limits` tokens. The engine draws each token from the trace's seed and
+    its position alone, so that this prefix is what sampling with that max_new_tokens gives.
+
+    Raises PromptTooLong from the engine, and NonFiniteReward.
     """
-    before = replace(engine.counts)
     tickets = {}
     for i, item in enumerate(asked):
-        seed = request_seed(config.seed, SEED_STEP, item.key)
+        seed = request_seed(config.seed, item.occasion, item.key)
         request = Request(item.key, tuple(item.prompt), item.max_new_tokens, config.rollout.temperature, seed)
         tickets[engine.add(request)] = i
-    completions = [None] * len(asked)
+    done: list = [None] * len(asked)
     while tickets:
         for ticket, completion in engine.step():
-            completions[tickets.pop(ticket)] = completion
+            i = tickets.pop(ticket)
+            done[i] = completion, *_submit(asked[i].problem, completion, prompts, grader, limits)
             on_trace()
-    texts = [prompts.decode(completion.tokens) for completion in completions]
-    items = [(a.problem, text, c.finish_reason) for a, text, c in zip(asked, texts, completions, strict=True)]
-    verdicts = grader.grade(items)
-    check_ungradable(items, verdicts, config)
-    samples = [
-        Sample(c.tokens, float(np.sum(c.logp, dtype=np.float64)), c.finish_reason, v.answer, v.verdict)
-        for c, v in zip(completions, verdicts, strict=True)
+    return [_sample(item, *graded) for item, graded in zip(asked, done, strict=True)]
+
+
+def _submit(
+    problem: Problem, completion: Completion, prompts: Prompts, grader: Grader, limits: Sequence[int]
+) -> tuple[str, Future[Verdict], list[Future[Verdict]]]:
+    """The text, its verdict to come, and those of the cut ones; a limit that cuts nothing has the trace's verdict."""
+    text = prompts.decode(completion.tokens)
+    whole = grader.submit(problem, text, completion.finish_reason)
+    cut = [
+        grader.submit(problem, prompts.decode(completion.tokens[:limit]), "length")
+        if limit < len(completion.tokens)
+        else whole
+        for limit in limits
     ]
-    return samples, {**_describe(samples), "tokens": asdict(engine.counts - before)}
+    return text, whole, cut
 
 
-def _describe(samples: list[Sample]) -> dict:
-    def share(hits) -> float:
-        return sum(hits) / len(samples)
-
-    n_tokens = sum(len(sample.tokens) for sample in samples)
-    return {
-        "traces": len(samples),
-        "mean_length": n_tokens / len(samples),
-        # nats per token; a ratio of two random sums: consistent, with a bias that falls as 1 / traces
-        "entropy": -sum(sample.logp_sum for sample in samples) / n_tokens,
-        "cut_share": share(sample.finish_reason == "length" for sample in samples),
-        "no_answer_share": share(sample.answer is None for sample in samples),
-        "could_not_grade_share": share(sample.verdict == "could_not_grade" for sample in samples),
-    }
+def _sample(
+    item: Asked, completion: Completion, text: str, whole: Future[Verdict], cut: list[Future[Verdict]]
+) -> Sample:
+    verdict = whole.result()
+    check_finite([(item.problem, text, completion.finish_reason)], [verdict])
+    return Sample(
+        key=item.key,
+        members=list(item.members),
+        tokens=completion.tokens,
+        text=text,
+        logp_sum=float(np.sum(completion.logp, dtype=np.float64)),
+        finish_reason=completion.finish_reason,
+        prompt_tokens=completion.prompt_tokens,
+        cached_tokens=completion.cached_tokens,
+        computed_tokens=completion.computed_tokens,
+        answer=verdict.answer,
+        verdict=verdict.verdict,
+        reason=verdict.reason,
+        at_limit=[future.result().verdict for future in cut],
+    )

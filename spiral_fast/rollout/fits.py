@@ -29,7 +29,7 @@ def worst_case(config: Config, prompts, problems: Sequence[Problem]) -> WorstCas
     search_prompt = len(prompts.search(longest))
     # RSA evaluates with sets of its own size, whatever the training does; no prompt quotes the sets of poly_epo.
     quoted = rollout.set_size if rollout.n_aggregations else 0
-    set_size = max(quoted, config.evaluate.rsa.set_size if config.evaluate.rsa.steps else 0)
+    set_size = max([quoted, *(shape.set_size for shape in config.evaluate.rsa_shapes)])
     aggregation_prompt = candidate = 0
     if set_size:
         candidate = max(rollout.search_max_new_tokens, rollout.aggregation_max_new_tokens)

@@ -167,13 +167,16 @@ def test_result_is_json_and_is_drawn(tmp_path):
     assert json.loads(json.dumps(result, allow_nan=False)) == result
     other = run(make_config(majority_at=[3, 5], rsa={"steps": 1}))
     drawn = figures({"before": result, "after": other})
-    assert list(drawn) == ["pass_at_k", "majority_at_k", "rsa"]
+    budgets = ["budget_generated", "budget_total"]
+    assert list(drawn) == ["pass_at_k", "majority_at_k", "rsa", *budgets, "verification"]
     curve = drawn["pass_at_k"].axes[0].lines[0]
     assert curve.get_xdata().tolist() == [1, 4, 12]
     assert curve.get_ydata().tolist() == list(result["pass_at_k"].values())
     assert drawn["rsa"].axes[0].lines[1].get_ydata().tolist() == other["rsa"]
     for name, figure in drawn.items():
-        assert [t.get_text() for t in figure.axes[0].get_legend().get_texts()] == ["before", "after"]
+        legend = [t.get_text() for t in figure.axes[0].get_legend().get_texts()]
+        assert legend[:2] == ["before", "after"]
+        assert legend[2:] == (["length", "majority", "pass (oracle)", "RSA 8/4"] if name.startswith("budget") else [])
         figure.savefig(tmp_path / f"{name}.svg")
     heights = [patch.get_height() for patch in drawn["majority_at_k"].axes[0].patches]
     assert heights == [*result["majority_at_k"].values(), *other["majority_at_k"].values()]
