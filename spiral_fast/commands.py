@@ -22,9 +22,13 @@ Train SPIRAL (arXiv 2606.23595): reinforcement learning of search and aggregatio
 
     spiral-fast train configs/demo.yaml learner.steps=20 run_dir=runs/short
 
+    spiral-fast train --resume runs/short            go on after a stop
+
     spiral-fast eval configs/demo.yaml --adapter runs/demo/checkpoints/step_000160
 
     spiral-fast report runs/demo                     write its report again
+
+    spiral-fast prepare configs/prepare_polaris.yaml --out data/polaris
 """
 
 app = typer.Typer(
@@ -98,22 +102,39 @@ def _options(
 @app.command()
 @short_errors
 def train(
-    config: ConfigFile,
+    config: Annotated[str | None, typer.Argument(metavar="CONFIG", help="YAML file; every key: docs/config.md")] = None,
     overrides: Overrides = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="check the config, show sample prompts and worst-case lengths; train nothing"),
     ] = False,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="go on with the run in this folder, with its own config")
+    ] = None,
 ) -> None:
     """Train one adapter; evaluates before and after and writes report.html into run_dir.
 
     spiral-fast train configs/demo.yaml learner.steps=20 run_dir=runs/short
+
+    Stopped by Ctrl-C, SIGTERM or a crash, a run goes on as if it had not been stopped:
+
+    spiral-fast train --resume runs/short
     """
-    settings = load_config(config, overrides or [])
+    overrides = overrides or []
     from spiral_fast.record.files import refuse_other_run, refuse_unwritable
 
+    if resume is not None:
+        from spiral_fast.resume import resumed_config
+
+        if config is not None and "=" not in config:
+            raise ConfigError(f"--resume: a run goes on with its own config; leave out {config!r}")
+        settings = resumed_config(resume, [config, *overrides] if config else overrides)
+    elif config is None:
+        raise ConfigError("CONFIG is missing; for example: spiral-fast train configs/demo.yaml")
+    else:
+        settings = load_config(config, overrides)
+        refuse_other_run(settings.run_dir)
     refuse_unwritable("run_dir", Path(settings.run_dir))  # before the model is loaded
-    refuse_other_run(settings.run_dir)
     try:
         if dry_run:
             from spiral_fast.dry_run import dry_run as show
@@ -122,19 +143,21 @@ def train(
             return
         from spiral_fast.train import train as run
 
-        folder = run(settings)
-    except KeyboardInterrupt:
-        _stopped(settings, dry_run)
+        folder = run(settings, resume=resume is not None)
+    except KeyboardInterrupt as interrupt:
+        _stopped(settings, dry_run, interrupt)
     typer.echo(f"report {folder / 'report.html'}")
 
 
-def _stopped(settings: Config, dry_run: bool) -> None:
+def _stopped(settings: Config, dry_run: bool, interrupt: KeyboardInterrupt) -> None:
+    from spiral_fast.interrupts import Terminated
     from spiral_fast.record.files import holds_run
 
     folder = Path(settings.run_dir)
+    word, code = ("terminated", 143) if isinstance(interrupt, Terminated) else ("interrupted", 130)
     if dry_run or not holds_run(folder):
-        _fail("interrupted before the run began; nothing was written", 130)
-    _fail(f"interrupted; the run so far lies in {folder} (spiral-fast report {folder})", 130)
+        _fail(f"{word} before the run began; nothing was written", code)
+    _fail(f"{word}; the run so far lies in {folder}; to go on: spiral-fast train --resume {folder}", code)
 
 
 @app.command("eval")
@@ -174,6 +197,26 @@ def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of a 
     from spiral_fast.record.report import write_report
 
     typer.echo(write_report(run))
+
+
+@app.command()
+@short_errors
+def prepare(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="new folder for train.jsonl, eval.jsonl, counts.json")] = ...,
+) -> None:
+    """Filter and split the problems of a config into files, with the counts of what was taken out and why.
+
+    spiral-fast prepare configs/prepare_polaris.yaml --out data/polaris
+    """
+    settings = load_config(config, overrides or [])
+    from spiral_fast.prepare_command import prepare as run
+
+    try:
+        run(settings, out)
+    except KeyboardInterrupt:
+        _fail("interrupted; nothing was written", 130)
 
 
 @app.command()

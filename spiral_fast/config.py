@@ -7,6 +7,7 @@ into one line that names file, key, value and what is allowed.
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -59,16 +60,80 @@ class ModelConfig(Section):
     lora: LoraConfig = LoraConfig()
 
 
+class HubConfig(Section):
+    dataset: str | None = Field(None, description="name, for example openai/gsm8k, or a folder saved by `datasets`")
+    config: str | None = Field(None, description="configuration of the dataset, for example main; none = its default")
+    split: str = Field("train", description="split of the dataset")
+    revision: str | None = Field(None, description="branch, tag or commit; none = the newest")
+
+
+class EvalFieldsConfig(Section):
+    """Keys of the evaluation rows where they differ from those of the training rows."""
+
+    question: str | None = Field(None, description="evaluation rows: none = problems.question_field")
+    answer: str | None = Field(None, description="evaluation rows: none = problems.answer_field")
+    id: str | None = Field(None, description="evaluation rows: none = problems.id_field")
+    answer_pattern: str | None = Field(None, description="evaluation rows: none = problems.answer_pattern")
+
+
+class RowCondition(Section):
+    """What a field of a row must be to stay: a number (or text like 3/8) within bounds, or one of some values."""
+
+    min: Number | None = None
+    max: Number | None = None
+    one_of: list[str | int | float] | None = Field(None, min_length=1)
+
+
+class FiltersConfig(Section):
+    """What may be taken out of the training rows. Without these nothing is: a row that cannot be used stops the run."""
+
+    rows: dict[str, RowCondition] = Field(
+        {}, description="conditions on fields, all must hold: `difficulty: {min: 0.125, max: 0.75}` or `{one_of: [a, b]}`"
+    )
+    min_prompt_tokens: PositiveInt | None = Field(None, description="shortest search prompt that stays, tokens")
+    max_prompt_tokens: PositiveInt | None = Field(None, description="longest search prompt that stays, tokens")
+    answer_parses: bool = Field(
+        False, description="take out problems whose own reference answer, boxed, the reward does not find correct"
+    )
+    duplicates: bool = Field(False, description="take out a question that an earlier row asks too, see docs/problems.md")
+    bad_rows: bool = Field(False, description="take out rows without a usable question, answer or id")
+
+
 class ProblemsConfig(Section):
-    source: Literal["jsonl", "chain_sum", "parts"] = Field(description="where problems come from")
-    train_file: str | None = Field(None, description="jsonl: file of training problems")
-    eval_file: str | None = Field(None, description="jsonl: file of evaluation problems")
-    question_field: str = Field("question", description="jsonl: key of the question")
-    answer_field: str = Field("answer", description="jsonl: key of the reference answer")
-    id_field: str | None = Field(None, description="jsonl: key of a unique id; none = file name and line number")
+    source: Literal["jsonl", "parquet", "hub", "reasoning_gym", "chain_sum", "parts"] = Field(
+        description="where problems come from, see docs/problems.md"
+    )
+    train_file: str | None = Field(None, description="jsonl, parquet: file of training problems")
+    eval_file: str | None = Field(
+        None, description="file of evaluation problems, Parquet if it ends so, else JSON lines; none = eval_hub or held out"
+    )
+    hub: HubConfig = HubConfig()
+    eval_hub: HubConfig = HubConfig()
+    question_field: str = Field(
+        "question", description="key of the question; dots step inside: extra_info.question, prompt.0.content"
+    )
+    answer_field: str = Field("answer", description="key of the reference answer; dots step inside")
+    answer_pattern: str | None = Field(
+        None,
+        description="regular expression with one group, found once in the answer field: the answer; GSM8K: `#### (.+)`",
+    )
+    numbers_as_text: bool = Field(False, description="take an answer that is a number as the text that spells it")
+    id_field: str | None = Field(None, description="key of a unique id; none = file name and line (Parquet, hub: row)")
+    eval_fields: EvalFieldsConfig = EvalFieldsConfig()
+    filters: FiltersConfig = FiltersConfig()
     train_size: PositiveInt = Field(4096, description="generated tasks: number of distinct training problems")
-    eval_size: PositiveInt = Field(64, description="problems of the evaluation set")
+    eval_size: PositiveInt = Field(
+        64, description="problems of the evaluation set; not read where eval_fraction is given"
+    )
+    eval_fraction: Annotated[float, Field(gt=0, lt=1), NoBool] | None = Field(
+        None, description="share of the training rows held out for evaluation; none = eval_size of them"
+    )
+    contaminated: Literal["refuse", "drop_from_train"] = Field(
+        "refuse", description="a question in both sets (but for case, spacing, punctuation): stop, or keep it in eval only"
+    )
     shuffle: bool = Field(True, description="draw the training problems in an order seeded by `seed`, anew each epoch")
+    task: str | None = Field(None, description="reasoning_gym: name of the task, for example countdown")
+    task_settings: dict[str, Any] = Field({}, description="reasoning_gym: settings of the task, by its own names")
     n_terms: PositiveInt = Field(3, description="chain_sum: terms of each sum")
     n_digits: PositiveInt = Field(1, description="chain_sum: digits of each term")
     variable_length: bool = Field(False, description="parts: traces may restate work, so that lengths vary")
@@ -158,10 +223,18 @@ class WarmStartConfig(Section):
 
 
 class RewardConfig(Section):
-    kind: Literal["auto", "math", "exact"] = Field(
-        "auto", description="auto = the task's own; math = math-verify on the last box; exact = same string in the box"
+    kind: Literal["auto", "math", "exact", "function"] = Field(
+        "auto",
+        description="auto = the task's own; math = math-verify on the last box; exact = same string in the box; "
+        "function = your own, see docs/rewards.md",
     )
-    workers: PositiveInt = Field(1, description="grading processes")
+    function: str | None = Field(
+        None, description="kind function: `my_package.my_module.my_reward` or `path/to/file.py:my_reward`"
+    )
+    correct_at: Number = Field(
+        1.0, description="functions and scored tasks: reward from which an answer counts as correct (pass@k, majority)"
+    )
+    workers: PositiveInt | None = Field(None, description="grading processes; none = one per core, at most 4")
     timeout_s: Annotated[float, Field(gt=0, le=86400), NoBool] = Field(
         5.0, description="seconds before a grading is killed"
     )
@@ -209,8 +282,14 @@ class EvaluateConfig(Section):
 
 
 class RecordConfig(Section):
-    checkpoint_every: PositiveInt = Field(50, description="steps between checkpoints")
+    save_every: PositiveInt = Field(1, description="steps between saves: a killed run loses at most so many steps")
+    keep_last: PositiveInt = Field(2, description="newest checkpoints kept; older ones make room")
+    checkpoint_every: PositiveInt = Field(50, description="steps between checkpoints that are kept for good")
     traces: bool = Field(True, description="write every trace to traces/*.parquet")
+    writers: list[Literal["tensorboard", "wandb", "trackio"]] = Field(
+        ["tensorboard"], description="viewers that get a copy of the numbers, see docs/recording.md; [] = none"
+    )
+    project: str = Field("spiral-fast", min_length=1, description="wandb and trackio: name of the project")
     logp_gap_warning: PositiveFloat = Field(
         0.05, description="mean |learner - engine log-prob| of a step above which the run warns"
     )
@@ -299,15 +378,16 @@ def refusals(config: Config) -> list[str]:
     for refusal in shape_refusals(config):
         refuse(*refusal)
     problems = config.problems
-    if problems.source == "jsonl" and config.warm_start.steps:
-        why = "there are no templated answers for problems.source: jsonl; set it to 0"
+    if problems.source not in ("chain_sum", "parts") and config.warm_start.steps:
+        why = f"there are no templated answers for problems.source: {problems.source}; set it to 0"
         refuse("warm_start.steps", config.warm_start.steps, why)
     if problems.source == "parts" and config.reward.kind == "math":
         refuse("reward.kind", "math", "the task parts has no boxed answers; use auto")
-    if problems.source == "jsonl":
-        for key in ("train_file", "eval_file"):
-            if getattr(problems, key) is None:
-                refuse(f"problems.{key}", None, "source jsonl needs a file")
+    if (config.reward.kind == "function") != (config.reward.function is not None):
+        why = "names the reward of reward.kind: function; give both or neither"
+        refuse("reward.function", config.reward.function, why)
+    for refusal in problem_refusals(problems):
+        refuse(*refusal)
     if config.model.path == "builtin:parts" and problems.source != "parts":
         refuse("problems.source", problems.source, "the model builtin:parts only speaks the task parts")
     for key in ("pass_at", "majority_at"):
@@ -325,6 +405,53 @@ def refusals(config: Config) -> list[str]:
         if limit >= rollout.search_max_new_tokens:
             why = f"must be below rollout.search_max_new_tokens ({rollout.search_max_new_tokens}), measured anyway"
             refuse("evaluate.lengths", limit, why)
+    return found
+
+
+def problem_refusals(problems: ProblemsConfig) -> list[tuple[str, Any, str]]:
+    """Key, value and reason of what cannot be read together."""
+    found: list[tuple[str, Any, str]] = []
+    source = problems.source
+    needs = {"jsonl": "train_file", "parquet": "train_file", "hub": "hub.dataset", "reasoning_gym": "task"}.get(source)
+    if needs == "hub.dataset":
+        if problems.hub.dataset is None:
+            found.append(("problems.hub.dataset", None, "source hub needs the name of a dataset"))
+    elif needs and getattr(problems, needs) is None:
+        found.append((f"problems.{needs}", None, f"source {source} needs a {needs.removeprefix('train_')}"))
+    if source in ("reasoning_gym", "chain_sum", "parts"):
+        for key in ("train_file", "eval_file", "hub", "eval_hub", "eval_fraction", "eval_fields", "filters"):
+            value = getattr(problems, key)
+            if value != ProblemsConfig.model_fields[key].default:
+                value = value if isinstance(value, str | float) else value.model_dump(exclude_defaults=True)
+                found.append((f"problems.{key}", value, f"source {source} generates its problems; remove it"))
+    evaluation = [("problems.eval_file", problems.eval_file), ("problems.eval_hub.dataset", problems.eval_hub.dataset)]
+    given = [(key, value) for key, value in evaluation if value is not None]
+    if len(given) == 2:
+        found.append((*given[1], "problems.eval_file is given too; remove one"))
+    if given and problems.eval_fraction is not None:
+        found.append(("problems.eval_fraction", problems.eval_fraction, f"{given[0][0]} is given; remove one"))
+    for key, pattern in (
+        ("answer_pattern", problems.answer_pattern),
+        ("eval_fields.answer_pattern", problems.eval_fields.answer_pattern),
+    ):
+        if pattern is not None:
+            try:
+                groups = re.compile(pattern).groups
+            except re.error as error:
+                found.append((f"problems.{key}", pattern, f"not a regular expression ({error})"))
+            else:
+                if groups != 1:
+                    found.append((f"problems.{key}", pattern, f"it has {groups} groups; put one around the answer"))
+    filters = problems.filters
+    if filters.min_prompt_tokens and filters.max_prompt_tokens and filters.min_prompt_tokens > filters.max_prompt_tokens:
+        why = f"above problems.filters.max_prompt_tokens ({filters.max_prompt_tokens})"
+        found.append(("problems.filters.min_prompt_tokens", filters.min_prompt_tokens, why))
+    for field, condition in filters.rows.items():
+        key, value = f"problems.filters.rows.{field}", condition.model_dump(exclude_none=True)
+        if not value:
+            found.append((key, value, "give min, max or one_of"))
+        if condition.min is not None and condition.max is not None and condition.min > condition.max:
+            found.append((key, value, "min is above max"))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C must not cut an update in half."""
+"""Ctrl-C and SIGTERM end a run soon, and never in the middle of an update."""
 
 from __future__ import annotations
 
@@ -8,18 +8,43 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM arrived: handled like Ctrl-C, told apart by its exit code."""
+
+
+def _terminate(*_) -> None:
+    raise Terminated
+
+
 @contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Within, Ctrl-C is remembered; on leaving it goes to whoever handled it before: an enclosing block of this kind,
-    else Python, which raises KeyboardInterrupt. Only the main thread receives signals."""
+def sigterm_raises() -> Iterator[None]:
+    """Within, SIGTERM raises Terminated. Only the main thread receives signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    received = []
-    previous = signal.signal(signal.SIGINT, lambda *_: received.append(True))
+    previous = signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
-    if received:
-        signal.raise_signal(signal.SIGINT)
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Within, Ctrl-C and SIGTERM are remembered; on leaving they go to whoever handled them before: an enclosing block
+    of this kind, else sigterm_raises or Python. Only the main thread receives signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    received: list[int] = []
+    previous = {
+        number: signal.signal(number, lambda number, _: received.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    for number in dict.fromkeys(received):
+        signal.raise_signal(number)

@@ -2,94 +2,134 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from pathlib import Path
 
 from spiral_fast.config import Config
-from spiral_fast.credit import credit_of, search_weight
+from spiral_fast.credit import credit_of
 from spiral_fast.evaluate import evaluate
-from spiral_fast.interrupts import interrupts_held
-from spiral_fast.learner.learner import Learner, Row
+from spiral_fast.interrupts import interrupts_held, sigterm_raises
+from spiral_fast.learner.learner import Learner, StepStats
+from spiral_fast.loss_rows import blamed, loss_rows
 from spiral_fast.problems import Draws
+from spiral_fast.problems.digest import digest
+from spiral_fast.record.checkpoints import Checkpoints, Position
 from spiral_fast.record.recorder import Recorder
 from spiral_fast.record.report import write_report
 from spiral_fast.record.step_metrics import learner_metrics, memory_metrics, rollout_metrics
 from spiral_fast.record.stopwatch import Stopwatch
-from spiral_fast.rewards import check_ungradable, make_grader
-from spiral_fast.rollout.live_batch import fill_live_batch
+from spiral_fast.rewards import NonFiniteReward, make_grader
+from spiral_fast.rewards.grading import Grading
+from spiral_fast.rollout.engine import NonFiniteLogits
+from spiral_fast.rollout.live_batch import LiveBatch, fill_live_batch
 from spiral_fast.rollout.make_engine import make_engine
 from spiral_fast.rollout.two_stage import roll_out
 from spiral_fast.set_up import set_up
-from spiral_fast.trace import AGGREGATION, SEARCH, ProblemRollout
+from spiral_fast.trace import Problem, ProblemRollout
 from spiral_fast.warm_start.run import warm_start
 
 
-def train(config: Config) -> Path:
-    """Train one adapter and return the run's folder. At Ctrl-C it saves, then lets KeyboardInterrupt pass."""
+def train(config: Config, *, resume: bool = False) -> Path:
+    """Train one adapter and return the run's folder; `resume` goes on with the run that lies there.
+
+    At Ctrl-C and SIGTERM it saves, then lets KeyboardInterrupt pass. Raises FloatingPointError after
+    `learner.max_skipped_steps` steps in a row whose numbers were not finite.
+    """
     parts = set_up(config)
     prompts, problems, batch_size = parts.prompts, parts.problems, config.batch.live_problems
     learner = Learner(config, parts.loaded)
     engine = make_engine(config, parts.loaded)
     credit = credit_of(config)
     order = Draws(len(problems.train), config.seed, config.problems.shuffle)
-    draws = ((draw, problems.train[order[draw]]) for draw in itertools.count())
     run = Path(config.run_dir)
-    with make_grader(config) as grader, Recorder(run, config) as record:
+    with (
+        sigterm_raises(),
+        make_grader(config) as grader,
+        Recorder(run, config, resume=resume) as record,
+    ):
+        checkpoints = Checkpoints(run / "checkpoints", config.record, digest(problems.train), record.console.line)
+        at = saved = None  # positions between two steps: where the run stands, and that of the newest checkpoint
+
+        def draw() -> tuple[int, Problem]:
+            nonlocal next_draw
+            next_draw += 1
+            return next_draw - 1, problems.train[order[next_draw - 1]]
 
         def score(drawn) -> list[ProblemRollout]:
-            """Sample, grade and credit the problems of one round."""
+            """Sample, grade and credit the problems of one round; grading goes on while others are sampled."""
+            grading = Grading(grader, config)
             with watch("rollout"), learner.rollout_weights():
-                rollouts = roll_out(engine, prompts, drawn, config, record.progress("rollout"))
+                rollouts = roll_out(engine, prompts, drawn, config, record.progress("rollout"), grading.submit)
             with watch("reward"):
-                grade(rollouts, grader, config)
+                grading.finish(rollouts)
             with watch("credit"):
                 for rollout in rollouts:
                     credit(rollout)
             return rollouts
 
-        def measure(label: str, step: int) -> None:
-            engine.set_policy(learner.policy_version)
+        def measure(label: str) -> None:
+            engine.set_policy(learner.policy_version)  # an empty cache before and after: a resumed run has no other
             on_progress, timer = record.progress(f"evaluate {label}"), Stopwatch()
             with learner.rollout_weights():
-                result = evaluate(config, engine, prompts, grader, problems.eval, step=step, progress=on_progress)
+                result = evaluate(config, engine, prompts, grader, problems.eval, step=at.step, progress=on_progress)
+            engine.set_policy(learner.policy_version)
             record.evaluation(label, result | timer.metrics())
+            checkpoints.mark_best(record.best())
 
         def save() -> None:
-            folder = run / "checkpoints" / f"step_{step:06d}"
-            if not folder.exists():
-                with interrupts_held():  # also a second Ctrl-C leaves a whole checkpoint
-                    learner.save(folder)
+            nonlocal saved
+            if at and at != saved:
+                checkpoints.save(at, learner)
+                saved = at
 
-        step = 0
         try:
-            if config.warm_start.steps:
+            if resume:
+                at = saved = checkpoints.restore(learner, record.recorded())
+                record.rewind(at.step if at else 0)
+                checkpoints.mark_best(record.best())
+            if not at and config.warm_start.steps:
                 warm_start(config, learner, prompts, problems, record.progress("warm start"))
-            measure("before", 0)
-            while step < config.learner.steps:
+            at = at or Position()
+            next_draw = at.next_draw
+            engine.set_policy(learner.policy_version)
+            while True:
+                label = evaluation_due(at.step, config)
+                if label and not record.has_evaluation(label):
+                    save()
+                    measure(label)
+                if at.step == config.learner.steps:
+                    break
                 watch, counts = Stopwatch(), replace(engine.counts)
-                batch = fill_live_batch(
-                    draws,
-                    score,
-                    live_problems=batch_size,
-                    round_problems=config.batch.round_problems or batch_size,
-                    max_rounds=config.batch.max_rounds,
-                )
-                engine.set_policy(learner.policy_version)  # frees the cache for the learner
-                with watch("learn"):
-                    stats = learner.accumulate(loss_rows(batch.live, config))
+                batch, failed = LiveBatch(), []  # problems whose numbers are not finite
+                try:
+                    fill_live_batch(
+                        batch,
+                        iter(draw, None),
+                        score,
+                        live_problems=batch_size,
+                        round_problems=config.batch.round_problems or batch_size,
+                        max_rounds=config.batch.max_rounds,
+                    )
+                    engine.set_policy(learner.policy_version)  # frees the cache for the learner
+                    with watch("learn"):
+                        stats = learner.accumulate(loss_rows(batch.live, config))
+                    failed = blamed(stats, batch.live)
+                except (NonFiniteLogits, NonFiniteReward) as error:
+                    engine.abandon()
+                    stats = StepStats(policy_version=learner.policy_version, skipped_reason=str(error))
+                    failed = error.problems
                 with interrupts_held():  # an update and its record belong together
+                    here, at = at, None
                     learner.update(stats)
                     engine.set_policy(learner.policy_version)  # no key or value of the old policy is read again
-                    step += 1
                     metrics = rollout_metrics(batch, engine.counts - counts) | learner_metrics(stats)
-                    record.metrics(step, metrics | watch.metrics() | memory_metrics())
-                    record.traces(step, batch.drawn())
-                if config.evaluate.every and step % config.evaluate.every == 0 and step < config.learner.steps:
-                    measure(f"step_{step:06d}", step)
-                if step % config.record.checkpoint_every == 0:
+                    metrics |= {"skipped_problems": failed, "problems/epoch": next_draw / len(problems.train)}
+                    record.traces(here.step + 1, batch.drawn())
+                    record.metrics(here.step + 1, metrics | watch.metrics() | memory_metrics())
+                    at = Position(here.step + 1, next_draw, here.failed_in_a_row + 1 if failed else 0)
+                if at.step % config.record.save_every == 0 or at.step == config.learner.steps:
                     save()
-            measure("after", step)
+                stop_when_numbers_fail(at, stats, failed, config)
         finally:
             save()
             engine.close()
@@ -97,22 +137,19 @@ def train(config: Config) -> Path:
     return run
 
 
-def grade(rollouts: list[ProblemRollout], grader, config: Config) -> None:
-    """Fill reward and verdict of every trace from its completion alone. SPIRAL only records the rewards of search."""
-    traces = [(rollout.problem, trace) for rollout in rollouts for trace in rollout.traces()]
-    items = [(problem, trace.text, trace.finish_reason) for problem, trace in traces]
-    verdicts = grader.grade(items)
-    check_ungradable(items, verdicts, config)
-    for (_, trace), verdict in zip(traces, verdicts, strict=True):
-        trace.reward, trace.verdict, trace.answer = verdict.reward, verdict.verdict, verdict.answer
+def evaluation_due(step: int, config: Config) -> str | None:
+    """Label of the evaluation that belongs to `step`; None without."""
+    if step in (0, config.learner.steps):
+        return "after" if step else "before"
+    every = config.evaluate.every
+    return f"step_{step:06d}" if every and step % every == 0 else None
 
 
-def loss_rows(live: list[ProblemRollout], config: Config) -> list[Row]:
-    """One row per trace; weights make the loss (1/|B|) sum over the live problems, their traces and tokens."""
-    weight = 1.0 / max(1, len(live))
-    weights = {SEARCH: weight * search_weight(config), AGGREGATION: weight}
-    return [
-        Row(trace.prompt, trace.tokens, trace.logp, trace.credit, weights[trace.key.level], trace.key.level)
-        for rollout in live
-        for trace in rollout.traces()
-    ]
+def stop_when_numbers_fail(at: Position, stats: StepStats, failed: list[str], config: Config) -> None:
+    """Raise FloatingPointError after learner.max_skipped_steps such steps in a row."""
+    if at.failed_in_a_row >= config.learner.max_skipped_steps:
+        raise FloatingPointError(
+            f"step {at.step}: {stats.skipped_reason} (problems {', '.join(failed[:5])}); {at.failed_in_a_row} steps in a "
+            "row were skipped for numbers that are not finite (learner.max_skipped_steps); the adapter is that of the "
+            "last good step"
+        )

@@ -204,7 +204,7 @@ def test_a_disk_that_fills_up_is_one_line(tmp_path):
 def test_interrupt_says_where_the_run_lies(monkeypatch, tmp_path, began):
     import spiral_fast.train
 
-    def interrupted(config):
+    def interrupted(config, resume):
         if began:
             make_run(Path(config.run_dir), steps=1, finished=False)
         raise KeyboardInterrupt
@@ -212,7 +212,7 @@ def test_interrupt_says_where_the_run_lies(monkeypatch, tmp_path, began):
     monkeypatch.setattr(spiral_fast.train, "train", interrupted)
     folder = tmp_path / "run"
     line = one_error_line(run("train", DEMO, f"run_dir={folder}"), 130)
-    assert (f"the run so far lies in {folder}" in line) == began
+    assert (f"spiral-fast train --resume {folder}" in line) == began
     assert ("nothing was written" in line) != began
 
 

@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM
 from spiral_fast.config import Config, ConfigError, load_config
 from spiral_fast.record.report import write_report
 from spiral_fast.trace import AGGREGATION, SEARCH, Problem, ProblemRollout, Trace, TraceKey
-from spiral_fast.train import loss_rows, train
+from spiral_fast.loss_rows import loss_rows
+from spiral_fast.train import train
 
 SMALL = [
     "learner.steps=2",
@@ -64,7 +65,8 @@ def test_a_run_leaves_everything_behind(demo):
         assert step["tokens/prompt"] == step["tokens/cached"] + step["tokens/computed"]
         assert 0 <= step["logp_gap/max"] < 1e-4
         assert step["skipped"] is None and step["grad/norm"] > 0
-    assert sorted(path.name for path in (demo / "checkpoints").iterdir()) == ["step_000001", "step_000002"]
+    names = ["best.json", "step_000000", "step_000001", "step_000002"]
+    assert sorted(path.name for path in (demo / "checkpoints").iterdir()) == names
     rows = parquet.read_table(demo / "traces" / "step_000001.parquet").to_pylist()
     assert len(rows) == 4 * 24
     assert sum(len(row["text"]) > 0 for row in rows) == len(rows)

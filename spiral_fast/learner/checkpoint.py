@@ -4,7 +4,6 @@ next steps bit for bit."""
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,31 +20,22 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # AdamW's state of one parameter
 
 
 def save(learner: Learner, folder: Path) -> None:
-    """Write adapter_config.json, adapter_model.safetensors, optimizer.safetensors and learner.json into `folder`,
-    replacing a folder of that name only once everything is written."""
+    """Write adapter_config.json, adapter_model.safetensors, optimizer.safetensors and learner.json into `folder`."""
     model = learner.policy.model
-    aside = folder.with_name(f".{folder.name}.aside")
-    shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed here
-    aside.mkdir(parents=True)
-    try:
-        whole = {name: _plain(tensor) for name, tensor in learner.parameters.items()}
-        save_file(get_peft_model_state_dict(model, state_dict=whole), aside / "adapter_model.safetensors")
-        model.active_peft_config.save_pretrained(aside)
-        state = learner.optimiser.state
-        moments = {
-            f"{name}.{moment}": _plain(state[parameter][moment])
-            for name, parameter in learner.parameters.items()
-            if parameter in state
-            for moment in MOMENTS
-        }
-        save_file(moments, aside / "optimizer.safetensors")
-        counters = {"policy_version": learner.policy_version, "optimiser_steps": learner.optimiser_steps}
-        (aside / "learner.json").write_text(json.dumps(counters) + "\n")
-        if folder.exists():
-            shutil.rmtree(folder)
-        aside.rename(folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = {name: _plain(tensor) for name, tensor in learner.parameters.items()}
+    save_file(get_peft_model_state_dict(model, state_dict=whole), folder / "adapter_model.safetensors")
+    model.active_peft_config.save_pretrained(folder)
+    state = learner.optimiser.state
+    moments = {
+        f"{name}.{moment}": _plain(state[parameter][moment])
+        for name, parameter in learner.parameters.items()
+        if parameter in state
+        for moment in MOMENTS
+    }
+    save_file(moments, folder / "optimizer.safetensors")
+    counters = {"policy_version": learner.policy_version, "optimiser_steps": learner.optimiser_steps}
+    (folder / "learner.json").write_text(json.dumps(counters) + "\n")
 
 
 @torch.no_grad()

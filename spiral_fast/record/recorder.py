@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,16 @@ import yaml
 from spiral_fast.config import Config, ConfigError
 from spiral_fast.record.console import Console, evaluation_line, step_line
 from spiral_fast.record.environment import environment
-from spiral_fast.record.files import UNRECORDED, finite, refuse_other_run, write_json, writing, written_aside
+from spiral_fast.record.files import (
+    UNRECORDED,
+    finite,
+    holds_run,
+    refuse_other_run,
+    write_json,
+    writing,
+    written_aside,
+)
+from spiral_fast.record.headline import headline
 from spiral_fast.record.trace_store import write_traces
 from spiral_fast.trace import ProblemRollout
 
@@ -23,23 +33,28 @@ from spiral_fast.trace import ProblemRollout
 class Recorder:
     """Writes config.yaml, environment.json, metrics.jsonl, traces/ and eval_<label>.json, and speaks to the console.
 
-    A context manager. Raises ConfigError when `run_dir` already holds a run or another process writes one there, and
-    CannotWrite when the disk is full.
+    A context manager. With `resume` it goes on with the run that `run_dir` holds: call `rewind` first. Raises ConfigError
+    when `run_dir` already holds a run (or, with `resume`, none) or another process writes one there, and CannotWrite
+    when the disk is full.
     """
 
-    def __init__(self, run_dir: str | Path, config: Config, console: Console | None = None):
+    def __init__(self, run_dir: str | Path, config: Config, console: Console | None = None, *, resume: bool = False):
         self.run_dir = Path(run_dir)
         self.config = config
         self.console = console or Console()
-        refuse_other_run(self.run_dir)
+        if not resume:
+            refuse_other_run(self.run_dir)
+        elif not holds_run(self.run_dir):
+            raise ConfigError(f"--resume: {str(run_dir)!r} holds no run (no config.yaml)")
         with writing(self.run_dir):
             self.run_dir.mkdir(parents=True, exist_ok=True)
             self._metrics = (self.run_dir / "metrics.jsonl").open("a")
         self._lock()
-        shutil.rmtree(self.run_dir / "checkpoints" / UNRECORDED, ignore_errors=True)  # of a start that recorded nothing
+        if not resume:  # of a start that recorded nothing
+            shutil.rmtree(self.run_dir / "checkpoints" / UNRECORDED, ignore_errors=True)
         with written_aside(self.run_dir / "config.yaml") as aside:
             aside.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
-        write_json(self.run_dir / "environment.json", environment())
+        self._environment(resume)
 
     def __enter__(self) -> Recorder:
         self.console.__enter__()
@@ -54,6 +69,7 @@ class Recorder:
         with writing(self.run_dir / "metrics.jsonl"):
             self._metrics.write(json.dumps({"step": step} | finite(metrics)) + "\n")
             self._metrics.flush()
+            os.fsync(self._metrics.fileno())  # a checkpoint on disk is never ahead of it
         self.console.line(step_line(step, self.config.learner.steps, metrics))
         limit = self.config.record.logp_gap_warning
         if metrics.get("logp_gap/mean", 0.0) > limit:
@@ -79,14 +95,78 @@ class Recorder:
         with writing(self.run_dir / "metrics.jsonl"):
             self._metrics.close()
 
+    def recorded(self) -> int:
+        """The last step whose line in metrics.jsonl is whole; 0 without any."""
+        return max((step for step, _ in self._lines()), default=0)
+
+    def rewind(self, step: int) -> None:
+        """Forget everything recorded after `step`: a resumed run records it again."""
+        end = max((end for of, end in self._lines() if of <= step), default=0)
+        with writing(self.run_dir / "metrics.jsonl"):
+            os.ftruncate(self._metrics.fileno(), end)
+        for aside in self.run_dir.glob("**/.*.tmp"):  # left by a killed process
+            aside.unlink()
+        for file in self.run_dir.glob("traces/step_*.parquet"):
+            if int(file.stem.removeprefix("step_")) > step:
+                file.unlink()
+        for label, result in self._evaluations().items():
+            if result["step"] > step:
+                (self.run_dir / f"eval_{label}.json").unlink()
+            elif label == "after" and result["step"] < self.config.learner.steps:  # the run is made longer
+                (self.run_dir / "eval_after.json").rename(self.run_dir / f"eval_step_{result['step']:06d}.json")
+
+    def has_evaluation(self, label: str) -> bool:
+        return (self.run_dir / f"eval_{label}.json").exists()
+
+    def best(self) -> dict[str, Any] | None:
+        """{"step", "metric", "value"} of the best evaluation: by its last RSA step, else pass@1; of equals the first.
+        None without any."""
+        found = []
+        for result in self._evaluations().values():
+            numbers = headline(result)
+            metric = f"RSA step {len(result['rsa']) - 1}" if result["rsa"] else next(iter(numbers))
+            found.append({"step": result["step"], "metric": metric, "value": numbers[metric]})
+        return max(found, key=lambda best: (best["value"], -best["step"]), default=None)
+
+    def _evaluations(self) -> dict[str, dict[str, Any]]:
+        """By label."""
+        return {
+            file.stem.removeprefix("eval_"): json.loads(file.read_text()) for file in self.run_dir.glob("eval_*.json")
+        }
+
+    def _lines(self) -> Iterator[tuple[int, int]]:
+        """(step, offset of its end in bytes) of each whole line of metrics.jsonl up to the first that is not."""
+        end = 0
+        for line in (self.run_dir / "metrics.jsonl").read_bytes().splitlines(keepends=True):
+            try:
+                step = json.loads(line)["step"]
+            except (ValueError, TypeError, KeyError):
+                return
+            if not line.endswith(b"\n"):
+                return
+            end += len(line)
+            yield step, end
+
+    def _environment(self, resume: bool) -> None:
+        """environment.json of the run's begin stays; a resumed run on other packages says so."""
+        file, now = self.run_dir / "environment.json", environment()
+        if not resume or not file.exists():
+            write_json(file, now)
+            return
+        then = json.loads(file.read_text())
+        for name, version in now["packages"].items():
+            if then["packages"].get(name) != version:
+                self.console.line(
+                    f"  warning: {name} is {version}, the run was begun with {then['packages'].get(name)}: it may not "
+                    "go on bit for bit"
+                )
+
     def _lock(self) -> None:
         """Until something is recorded, only this tells a second run that the folder is taken. Ends with the process."""
         try:
             fcntl.flock(self._metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._metrics.close()
-            raise ConfigError(
-                f"run_dir: {str(self.run_dir)!r} is being written by another run; name another folder"
-            ) from None
+            raise ConfigError(f"run_dir: {str(self.run_dir)!r} is being written by another process") from None
         except OSError:  # a file system without locks
             pass

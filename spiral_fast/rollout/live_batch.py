@@ -24,19 +24,19 @@ class LiveBatch:
 
 
 def fill_live_batch(
+    batch: LiveBatch,
     draws: Iterator[tuple[int, Problem]],
     score: Callable[[list[tuple[int, Problem]]], list[ProblemRollout]],
     *,
     live_problems: int,
     round_problems: int,
     max_rounds: int,
-) -> LiveBatch:
-    """Roll out and credit rounds of problems until `live_problems` are live or `max_rounds` are over.
+) -> None:
+    """Roll out and credit rounds of problems into the empty `batch` until `live_problems` are live or `max_rounds` over.
 
-    `score` samples, grades and credits the problems of one round and keeps their order. The batch may come back short,
-    or empty: the step then goes on with what there is.
+    `score` samples, grades and credits the problems of one round and keeps their order. The batch may stay short, or
+    empty: the step then goes on with what there is. When `score` raises, the batch holds the rounds before.
     """
-    batch = LiveBatch()
     while len(batch.live) < live_problems and batch.rounds < max_rounds:
         batch.rounds += 1
         for rollout in score([next(draws) for _ in range(round_problems)]):
@@ -46,4 +46,3 @@ def fill_live_batch(
                 batch.live.append(rollout)
             else:
                 batch.discarded.append(rollout)
-    return batch

@@ -62,34 +62,6 @@ def test_saving_before_any_step_restores_a_fresh_optimiser(tmp_path):
     assert largest_difference(weights(other), weights(fresh)) == 0
 
 
-def test_a_folder_is_replaced_whole_and_nothing_is_left_aside(tmp_path):
-    learner = Learner(config(), loaded())
-    (tmp_path / ".step_1.aside").mkdir()  # of a process that was killed while it saved
-    (tmp_path / ".step_1.aside" / "junk").touch()
-    for _ in range(2):
-        learner.step(RAGGED)
-        learner.save(tmp_path / "step_1")
-    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
-    names = {path.name for path in (tmp_path / "step_1").iterdir()}
-    assert names == {"adapter_config.json", "adapter_model.safetensors", "learner.json", "optimizer.safetensors"}
-
-
-def test_an_unfinished_save_leaves_the_old_folder(tmp_path, monkeypatch):
-    learner = Learner(config(), loaded())
-    learner.save(tmp_path / "step_1")
-    before = {path.name: path.read_bytes() for path in (tmp_path / "step_1").iterdir()}
-    learner.step(RAGGED)
-
-    def full_disk(*args, **kwargs):
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr("spiral_fast.learner.checkpoint.json.dumps", full_disk)
-    with pytest.raises(OSError, match="No space left"):
-        learner.save(tmp_path / "step_1")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "step_1").iterdir()} == before
-    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
-
-
 def test_an_adapter_of_another_shape_is_refused(tmp_path):
     learner = Learner(config(), loaded())
     learner.save(tmp_path / "step_1")

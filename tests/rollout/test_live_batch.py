@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from spiral_fast.rollout.live_batch import fill_live_batch
+from spiral_fast.rollout.live_batch import LiveBatch, fill_live_batch
 from spiral_fast.trace import SEARCH, Problem, ProblemRollout, Trace, TraceKey
 
 
@@ -23,7 +23,8 @@ def fill(alive: list[bool], *, target: int, per_round: int, max_rounds: int):
         return [rollout(draw, alive[draw]) for draw, _ in drawn]
 
     draws = ((draw, Problem(str(draw), "", "")) for draw in itertools.count())
-    batch = fill_live_batch(draws, score, live_problems=target, round_problems=per_round, max_rounds=max_rounds)
+    batch = LiveBatch()
+    fill_live_batch(batch, draws, score, live_problems=target, round_problems=per_round, max_rounds=max_rounds)
     return batch, rounds, next(draws)[0]
 
 
@@ -52,3 +53,17 @@ def test_rounds_are_bounded_and_a_short_batch_is_returned(alive):
 def test_no_round_is_drawn_beyond_a_full_batch():
     batch, rounds, next_draw = fill([True] * 4, target=4, per_round=4, max_rounds=3)
     assert batch.rounds == 1 and next_draw == 4 and not batch.discarded
+
+
+def test_a_failing_round_leaves_the_rounds_before_it():
+    batch = LiveBatch()
+
+    def score(drawn):
+        if drawn[0][0] == 2:
+            raise FloatingPointError
+        return [rollout(draw, True) for draw, _ in drawn]
+
+    draws = ((draw, Problem(str(draw), "", "")) for draw in itertools.count())
+    with pytest.raises(FloatingPointError):
+        fill_live_batch(batch, draws, score, live_problems=8, round_problems=2, max_rounds=4)
+    assert numbers(batch.live) == [0, 1] and batch.rounds == 2

@@ -1,0 +1,148 @@
+"""Checkpoints of a run: each written aside, sealed by digests and then renamed; the newest whole one is found again.
+
+A folder checkpoints/step_N holds what the learner saves (a PEFT adapter, the optimiser's moments, its counters), run.json
+(a Position) and digests.json. There is no other state: every random stream of a run derives from its seed and the number
+of the draw or step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from spiral_fast.config import ConfigError, RecordConfig
+from spiral_fast.interrupts import interrupts_held
+from spiral_fast.record.files import write_json, writing
+
+if TYPE_CHECKING:
+    from spiral_fast.learner.learner import Learner
+
+DIGESTS = "digests.json"  # sha256 of every other file of the folder
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands between two steps."""
+
+    step: int = 0  # steps recorded
+    next_draw: int = 0  # of the run's order of problems
+    failed_in_a_row: int = 0  # last steps, all of them skipped for numbers that are not finite
+
+
+class Checkpoints:
+    """The folder checkpoints/ of one run. `problems` is a digest of the training problems: another data set has other
+    draws. `say` prints one line."""
+
+    def __init__(self, folder: Path, settings: RecordConfig, problems: str, say: Callable[[str], None]):
+        self.folder, self.settings, self.problems, self.say = folder, settings, problems, say
+        self.best_step: int | None = None
+
+    def save(self, position: Position, learner: Learner) -> None:
+        """Write the checkpoint of `position`, then remove those that need not be kept. Raises CannotWrite on a full
+        disk: older checkpoints are whole then."""
+        target = self.path(position.step)
+        aside = target.with_name(f".{target.name}.aside")
+        with interrupts_held(), writing(target):
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+            try:
+                learner.save(aside)
+                (aside / "run.json").write_text(json.dumps(asdict(position) | {"problems": self.problems}) + "\n")
+                (aside / DIGESTS).write_text(json.dumps(_digests(aside), indent=1) + "\n")
+                for file in [*aside.iterdir(), aside]:
+                    _sync(file)
+                shutil.rmtree(target, ignore_errors=True)  # one that a resumed run found damaged
+                aside.rename(target)
+                _sync(self.folder)
+            finally:
+                shutil.rmtree(aside, ignore_errors=True)
+            self._remove_old()
+
+    def restore(self, learner: Learner, recorded: int) -> Position | None:
+        """Put the newest whole checkpoint at or before step `recorded` into the learner and say which; damaged ones are
+        named and passed over. None without any: the run starts anew. Raises ConfigError when the training problems
+        differ from those of the run."""
+        for folder in sorted(self.folder.glob("step_*"), reverse=True):
+            flaw = _flaw(folder)
+            if flaw is None:
+                content = json.loads((folder / "run.json").read_text())
+                position = Position(**{field.name: content[field.name] for field in fields(Position)})
+                if position.step > recorded:
+                    flaw = f"metrics.jsonl ends at step {recorded}"
+            if flaw is not None:
+                self.say(f"checkpoint {folder.name} is passed over: {flaw}")
+                continue
+            if content["problems"] != self.problems:
+                raise ConfigError(
+                    f"--resume: the training problems are not those that {folder} was trained on; restore the data"
+                )
+            learner.restore(folder)
+            self.say(f"resumed from {folder}")
+            return position
+        self.say("no checkpoint yet: the run starts anew")
+        return None
+
+    def mark_best(self, best: dict | None) -> None:
+        """Keep the checkpoint of `best` (Recorder.best) and say in best.json which it is."""
+        if best is None:
+            return
+        self.best_step = best["step"]
+        with writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        write_json(self.folder / "best.json", best)
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step_{step:06d}"
+
+    def _remove_old(self) -> None:
+        """Kept: the last `keep_last`, every `checkpoint_every`-th step, and the best."""
+        folders = sorted(self.folder.glob("step_*"))
+        for folder in folders[: -self.settings.keep_last]:
+            step = int(folder.name.removeprefix("step_"))
+            if step % self.settings.checkpoint_every and step != self.best_step:
+                gone = folder.with_name(f".{folder.name}.aside")
+                folder.rename(gone)  # never half a checkpoint under its name
+                shutil.rmtree(gone)
+
+
+def _flaw(folder: Path) -> str | None:
+    """What is wrong with a checkpoint; None if every file is as it was written."""
+    try:
+        expected = json.loads((folder / DIGESTS).read_text())
+        found = _digests(folder)
+    except (OSError, ValueError) as error:
+        return f"{DIGESTS} cannot be read ({error})"
+    if not isinstance(expected, dict):
+        return f"{DIGESTS} is damaged"
+    for name in sorted(expected.keys() | found.keys()):
+        if name not in found:
+            return f"{name} is missing"
+        if name not in expected:
+            return f"{name} does not belong to it"
+        if expected[name] != found[name]:
+            return f"{name} has changed since it was written"
+    return None
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    digests = {}
+    for file in sorted(folder.iterdir()):
+        if file.name != DIGESTS:
+            with file.open("rb") as content:
+                digests[file.name] = hashlib.file_digest(content, "sha256").hexdigest()
+    return digests
+
+
+def _sync(path: Path) -> None:
+    """Onto the disk itself: a checkpoint must also survive the machine's end."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,148 @@
+"""A run killed at any instant goes on as if it had not been: adapter, metrics, traces and evaluations to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as parquet
+import pytest
+
+from spiral_fast.config import ConfigError, load_config
+from spiral_fast.resume import resumed_config
+from tests.test_train import SMALL, metrics, without_time
+
+STEPS = 6
+OVERRIDES = [
+    *SMALL,
+    f"learner.steps={STEPS}",
+    "batch={live_problems: 3, round_problems: 2, max_rounds: 3}",
+    "problems.train_size=11",  # the data end within the run
+    "evaluate.every=2",
+    "record.checkpoint_every=4",
+    "warm_start={steps: 2, search_examples: 2, aggregation_examples: 1}",
+]
+
+
+class Crashes:
+    def __init__(self):
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.crashes"]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def run(self, folder: Path, *, resume: bool = False, kill: dict | None = None, overrides=()) -> tuple[int, float]:
+        """(wait status, seconds) of one training."""
+        config = load_config("configs/demo.yaml", [*OVERRIDES, f"run_dir={folder}", *overrides])
+        request = {"config": config.model_dump(mode="json"), "resume": resume, "kill": kill}
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        reply = json.loads(self.process.stdout.readline())
+        return reply["status"], reply["seconds"]
+
+    def finish(self, folder: Path) -> None:
+        status, _ = self.run(folder, resume=(folder / "config.yaml").exists())
+        assert status == 0, Path(f"{folder}.log").read_text()[-3000:]
+
+
+@pytest.fixture(scope="module")
+def crashes():
+    crashes = Crashes()
+    yield crashes
+    crashes.process.stdin.close()
+    crashes.process.wait(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def whole(crashes, tmp_path_factory) -> Path:
+    """The uninterrupted run."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    crashes.finish(folder)
+    return folder
+
+
+def contents(run: Path) -> dict[str, object]:
+    """Everything of a run that must not depend on whether it was stopped: all but times."""
+    found: dict[str, object] = {"metrics": without_time(run)}
+    for file in sorted(run.glob("checkpoints/step_*/*")):
+        found[f"{file.parent.name}/{file.name}"] = file.read_bytes()
+    found["best.json"] = (run / "checkpoints" / "best.json").read_text()
+    for file in sorted(run.glob("traces/*")):
+        found[file.name] = parquet.read_table(file).to_pylist()
+    for file in sorted(run.glob("eval_*")):
+        if file.suffix == ".json":
+            result = json.loads(file.read_text())
+            found[file.name] = {key: value for key, value in result.items() if not key.startswith("time/")}
+    return found
+
+
+def assert_same(run: Path, whole: Path) -> None:
+    ours, theirs = contents(run), contents(whole)
+    assert list(ours) == list(theirs)
+    for name in theirs:
+        assert ours[name] == theirs[name], f"{name} differs\n{Path(f'{run}.log').read_text()[-2000:]}"
+    hidden = [path for path in run.rglob(".*") if not path.name.startswith(".nfs")]
+    assert not hidden, "left aside by a killed process"
+
+
+PLACES = [
+    {"at": "spiral_fast.train:warm_start", "call": 1, "when": "after"},
+    {"at": "spiral_fast.rollout.radix.engine:RadixEngine.step", "call": 3, "when": "before"},  # evaluating
+    {"at": "spiral_fast.train:roll_out", "call": 3, "when": "before"},
+    {"at": "spiral_fast.train:fill_live_batch", "call": 2, "when": "after"},
+    {"at": "spiral_fast.learner.learner:Learner._backward", "call": 3, "when": "after"},
+    {"at": "spiral_fast.learner.learner:Learner._backward", "call": 2, "when": "before"},
+    {"at": "spiral_fast.learner.learner:Learner.update", "call": 2, "when": "after"},
+    {"at": "spiral_fast.record.recorder:write_traces", "call": 2, "when": "after"},
+    {"half_a_line": 3},
+    {"at": "spiral_fast.record.recorder:Recorder.metrics", "call": 2, "when": "after"},
+    {"at": "spiral_fast.learner.checkpoint:save_file", "call": 5, "when": "after"},  # adapter, not yet moments
+    {"at": "spiral_fast.record.checkpoints:_digests", "call": 2, "when": "before"},
+    {"at": "pathlib:Path.rename", "call": 2, "when": "before"},
+    {"at": "pathlib:Path.rename", "call": 2, "when": "after"},
+    {"at": "spiral_fast.record.checkpoints:shutil.rmtree", "call": 9, "when": "before"},
+    {"at": "spiral_fast.record.checkpoints:Checkpoints._remove_old", "call": 5, "when": "after"},
+    {"at": "spiral_fast.train:evaluate", "call": 2, "when": "after"},
+    {"at": "spiral_fast.record.recorder:Recorder.evaluation", "call": 2, "when": "after"},
+    {"at": "spiral_fast.train:write_report", "call": 1, "when": "before"},
+]
+
+
+@pytest.mark.timeout(300)
+def test_killed_at_every_kind_of_instant(crashes, whole, tmp_path):
+    for index, kill in enumerate(PLACES):
+        run = tmp_path / f"run_{index}"
+        status, _ = crashes.run(run, kill=kill)
+        log = Path(f"{run}.log")
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (kill, log.read_text()[-2000:])
+        crashes.finish(run)
+        assert_same(run, whole)
+        shutil.rmtree(run)
+
+
+@pytest.mark.timeout(300)
+def test_killed_at_random_instants_again_and_again(crashes, whole, tmp_path):
+    """One run after another, each killed whenever it comes, until 20 kills have hit."""
+    _, seconds = crashes.run(tmp_path / "timed")
+    instants = random.Random(0)
+    kills = trial = 0
+    while kills < 20:
+        run = tmp_path / f"run_{trial}"
+        trial += 1
+        for _ in range(4):
+            resume = (run / "config.yaml").exists()
+            status, _ = crashes.run(run, resume=resume, kill={"after": instants.uniform(0.1, 0.9) * seconds})
+            if not os.WIFSIGNALED(status):
+                assert status == 0, Path(f"{run}.log").read_text()[-2000:]
+                break
+            kills += 1
+        if not (run / "report.html").exists():
+            crashes.finish(run)
+        assert_same(run, whole)
