@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from html import escape
 from math import fsum, isnan
 from pathlib import Path
@@ -13,21 +12,13 @@ from spiral_fast.evaluate.plots import figures
 from spiral_fast.record.charts import charts, svg
 from spiral_fast.record.files import written_aside
 from spiral_fast.record.headline import headline
+from spiral_fast.record.page import gallery, page, pre, table
 from spiral_fast.record.run_folder import RunFolder, read_run
 from spiral_fast.record.trace_samples import SampleTrace, sample_traces
 
 SHOWN_CHARACTERS = 4000  # of a sample trace
 SHOWN_SKIPPED = 20  # steps without an update
 NO_SUMS = ("time/peak_rss_mb", "time/peak_cuda_mb", "problems/epoch")
-
-STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; color: #222; max-width: 1280px; margin: 2em auto; padding: 0 1em; }
-table { border-collapse: collapse; margin: .6em 0; }
-td, th { padding: .2em .8em; border-bottom: 1px solid #ddd; text-align: left; font-variant-numeric: tabular-nums; }
-.charts { display: flex; flex-wrap: wrap; gap: 1em; } .charts svg { width: 600px; max-width: 100%; height: auto; }
-.note { background: #fff3cd; padding: .6em 1em; border-left: 4px solid #d39e00; }
-pre { background: #f6f6f6; padding: .7em; overflow-x: auto; white-space: pre-wrap; overflow-wrap: anywhere; }
-"""
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -44,21 +35,16 @@ def write_report(run_dir: str | Path) -> Path:
             _evaluations(run),
             _totals(run),
             "<h2>Training</h2>",
-            _gallery(picture for _, picture in charts(run)) or "<p>No step was recorded.</p>",
+            gallery(picture for _, picture in charts(run)) or "<p>No step was recorded.</p>",
             _traces(run),
             "<h2>Config and environment</h2>",
             _folded("config.yaml", run.config),
             _folded("environment.json", run.environment),
         ]
     )
-    page = (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
-    )
     path = run.path / "report.html"
     with written_aside(path) as aside:
-        aside.write_text(page, encoding="utf-8")
+        aside.write_text(page(title, body), encoding="utf-8")
     return path
 
 
@@ -108,13 +94,13 @@ def _evaluations(run: RunFolder) -> str:
         if compare:
             cells.append("" if None in values else f"{values[1] - values[0]:+.3f}")
         rows.append([name, *cells])
-    table = _table(["", *shown, *(["change"] if compare else [])], rows)
-    pictures = _gallery(svg(figure) for figure in figures(run.evaluations).values())
+    comparison = table(["", *shown, *(["change"] if compare else [])], rows)
+    pictures = gallery(svg(figure) for figure in figures(run.evaluations).values())
     first = run.evaluations[shown[0]]
     return (
         f"<h2>Evaluation</h2>\n<p>{first['problems']} problems, {first['samples']} search traces each. "
         "pass@k, majority@k and RSA (recursive self-aggregation) are shares of problems with "
-        f"{first['intervals']['level']:.0%} bootstrap intervals over the problems.</p>\n{table}\n{pictures}"
+        f"{first['intervals']['level']:.0%} bootstrap intervals over the problems.</p>\n{comparison}\n{pictures}"
     )
 
 
@@ -151,7 +137,7 @@ def _totals(run: RunFolder) -> str:
     clipped = [value for value in run.series("grad/clipped") if not isnan(value)]
     if clipped:
         rows.append(["steps with a clipped gradient", f"{fsum(clipped) / len(clipped):.1%} of {len(clipped)}"])
-    return f"<h2>Totals over the steps</h2>\n{_table(['', 'sum'], rows)}"
+    return f"<h2>Totals over the steps</h2>\n{table(['', 'sum'], rows)}"
 
 
 def _traces(run: RunFolder) -> str:
@@ -161,7 +147,7 @@ def _traces(run: RunFolder) -> str:
     shown = [
         f"<h2>Sample traces</h2>\n<p>Step {samples.step}, problem {escape(samples.problem)}. Reference answer: "
         f"{escape(samples.answer)}</p>",
-        _pre(samples.question),
+        pre(samples.question),
         *map(_trace, samples.traces),
     ]
     return "\n".join(shown)
@@ -177,23 +163,8 @@ def _trace(trace: SampleTrace) -> str:
     text = trace.text[:SHOWN_CHARACTERS]
     if len(trace.text) > SHOWN_CHARACTERS:
         text += f"\n[{len(trace.text) - SHOWN_CHARACTERS} more characters in the trace store]"
-    return f"<p>{escape(' | '.join(facts))}</p>{_pre(text)}"
+    return f"<p>{escape(' | '.join(facts))}</p>{pre(text)}"
 
 
 def _folded(name: str, content: dict) -> str:
-    return f"<details><summary>{escape(name)}</summary>{_pre(yaml.safe_dump(content, sort_keys=False))}</details>"
-
-
-def _pre(text: str) -> str:
-    return f"<pre>{escape(text)}</pre>"
-
-
-def _gallery(pictures: Iterable[str]) -> str:
-    pictures = list(pictures)
-    return f'<div class="charts">{"".join(pictures)}</div>' if pictures else ""
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    cells = ["".join(f"<th>{escape(cell)}</th>" for cell in head)]
-    cells += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
-    return "<table>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table>"
+    return f"<details><summary>{escape(name)}</summary>{pre(yaml.safe_dump(content, sort_keys=False))}</details>"
