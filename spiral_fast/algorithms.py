@@ -48,9 +48,10 @@ def shape_refusals(config: Config) -> Iterator[Refusal]:
         for key in ("n_sets", "set_size"):
             if getattr(rollout, key):
                 yield f"rollout.{key}", getattr(rollout, key), f"{name} draws no sets; set it to 0"
-        for key, default in (("set_sampler", "uniform"), ("member_order", "index")):
-            if getattr(rollout, key) != default:
-                yield f"rollout.{key}", getattr(rollout, key), f"{name} draws no sets; remove it"
+        if rollout.set_sampler != "uniform":
+            yield "rollout.set_sampler", rollout.set_sampler, f"{name} draws no sets; remove it"
+    if rollout.member_order != "index" and not algorithm.aggregates:
+        yield "rollout.member_order", rollout.member_order, f"{name} quotes no traces; remove it"
     if algorithm.trains_aggregation and n2 < 2:
         yield "rollout.n_aggregations", n2, "with fewer than 2 every aggregation credit is zero; use at least 2"
     elif algorithm.aggregates and n2 < 1:

@@ -94,6 +94,7 @@ def test_shapes_that_would_credit_nothing_are_refused(algorithm, shape, key):
         ("credit.search_target_length=20", {"spiral", "grpo", "search_only", "independent", "poly_epo"}),
         ("credit.aggregation_target_length=20", {"spiral", "aggregator_only", "independent"}),
         ("credit.diversity=some.function", {"poly_epo"}),
+        ("rollout.set_sampler=balanced", {"spiral", "aggregator_only", "search_only", "independent", "poly_epo"}),
     ],
 )
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -104,6 +105,12 @@ def test_an_option_is_refused_where_it_is_not_read(algorithm, override, read_by)
         key = override.partition("=")[0]
         with pytest.raises(ConfigError, match=f": {key}: .* cannot be used: {algorithm} "):
             load(algorithm, override)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "poly_epo"])
+def test_an_order_of_members_that_no_prompt_shows_is_refused(algorithm):
+    with pytest.raises(ConfigError, match=f": rollout.member_order: .* cannot be used: {algorithm} quotes no traces"):
+        load(algorithm, "rollout.member_order=shared_first")
 
 
 @pytest.mark.parametrize("algorithm", ["aggregator_only", "search_only", "independent", "poly_epo"])

@@ -115,11 +115,11 @@ def _balance(sets: list[frozenset[int]], n_search: int, rng: np.random.Generator
 
 def _distinct(total: int, k: int, rng: np.random.Generator) -> list[int]:
     """k distinct numbers below `total`, every subset equally likely (Floyd's algorithm)."""
-    chosen: list[int] = []
+    chosen: dict[int, None] = {}  # in the order of drawing
     for top in range(total - k, total):
         pick = int(rng.integers(top + 1))
-        chosen.append(top if pick in chosen else pick)
-    return chosen
+        chosen[top if pick in chosen else pick] = None
+    return list(chosen)
 
 
 def _combination(rank: int, n_search: int, set_size: int) -> list[int]:
