@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -36,16 +38,8 @@ class LoadedModel:
 def load_model(config: ModelConfig, device: str) -> LoadedModel:
     """Load `config.path` and put the adapter on it. A fresh adapter draws its A matrices from torch's global RNG; its
     B matrices are 0, so that it starts as the base model. Raises ConfigError in one line naming the key."""
-    try:
-        model, tokenizer = _read(_source(config.path), getattr(torch, config.dtype))
-    except ConfigError:
-        raise
-    except UnsupportedModel as error:
-        raise ConfigError(f"model.path: {config.path!r} {error}") from None
-    except Exception as error:  # of any class: the readers of these files do not expect broken ones
-        is_local = ":" in config.path or Path(config.path).expanduser().is_dir()
-        hint = "" if is_local else "; if this machine is offline give a folder instead of a hub id"
-        raise ConfigError(f"model.path: {config.path!r} cannot be loaded{hint} ({_one_line(error)})") from error
+    with _errors_in_one_line(config.path):
+        model, tokenizer = _read(source_of(config.path), getattr(torch, config.dtype))
     model.requires_grad_(False)
     with warnings.catch_warnings():  # peft reads a name that transformers 5.24 renamed
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
@@ -55,6 +49,27 @@ def load_model(config: ModelConfig, device: str) -> LoadedModel:
     except UnsupportedModel as error:
         raise ConfigError(f"model.path: {config.path!r} {error}") from error
     return LoadedModel(peft_model, tokenizer, eos_token_ids(model, tokenizer), model.config.max_position_embeddings)
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of `model.path` alone. Raises ConfigError."""
+    with _errors_in_one_line(path):
+        return AutoTokenizer.from_pretrained(source_of(path), trust_remote_code=False)
+
+
+@contextmanager
+def _errors_in_one_line(path: str) -> Iterator[None]:
+    """Within, whatever goes wrong becomes a ConfigError that names the key."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except UnsupportedModel as error:
+        raise ConfigError(f"model.path: {path!r} {error}") from None
+    except Exception as error:  # of any class: the readers of these files do not expect broken ones
+        is_local = ":" in path or Path(path).expanduser().is_dir()
+        hint = "" if is_local else "; if this machine is offline give a folder instead of a hub id"
+        raise ConfigError(f"model.path: {path!r} cannot be loaded{hint} ({_one_line(error)})") from error
 
 
 def _read(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -94,7 +109,7 @@ def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     return frozenset(found)
 
 
-def _source(path: str) -> str:
+def source_of(path: str) -> str:
     """What transformers is to load: a folder or a hub id."""
     kind, _, name = path.partition(":")
     if kind == "gguf":

@@ -1,0 +1,92 @@
+"""`spiral-fast export`: a trained policy as a folder for plain peft or plain transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from spiral_fast.config import ConfigError, ModelConfig, load_config
+from spiral_fast.record.checkpoints import DIGESTS
+from spiral_fast.record.checkpoints import _flaw as flaw
+from spiral_fast.record.files import writing
+
+
+def export(source: Path, out: Path, *, merged: bool = False, config: Path | None = None) -> str:
+    """Write `out`, whole or not at all, from a run (its newest whole checkpoint) or one checkpoint; returns one line.
+
+    An adapter folder for peft.AutoPeftModelForCausalLM, the base model beside it in `base` where it is no folder or hub
+    id that others can load; or, `merged`, a model folder for transformers.AutoModelForCausalLM. `config` is needed only
+    for an adapter that does not lie in its run. Raises ConfigError.
+    """
+    if out.exists() or out.is_symlink():
+        raise ConfigError(f"{out}: exists already; nothing is overwritten, name another folder")
+    checkpoint = _checkpoint(source)
+    model = _model_config(checkpoint, config)
+    line, write = (_merged if merged else _adapter)(checkpoint, model, out)  # all that is read is read here
+    aside = out.with_name(f".{out.name}.aside")
+    with writing(out):
+        shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed here
+        aside.mkdir(parents=True)
+        try:
+            write(aside)
+            aside.rename(out)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    return f"{out}: {line}, from {checkpoint}"
+
+
+def _checkpoint(source: Path) -> Path:
+    """`source` itself, or the newest whole checkpoint of a run."""
+    if (source / "adapter_model.safetensors").is_file():
+        if (source / DIGESTS).exists() and (found := flaw(source)):
+            raise ConfigError(f"{source}: {found}; export another checkpoint")
+        return source
+    for folder in sorted(source.glob("checkpoints/step_*"), reverse=True):
+        if flaw(folder) is None:
+            return folder
+    raise ConfigError(f"{source}: neither a checkpoint (adapter_model.safetensors) nor a run with a whole one")
+
+
+def _model_config(checkpoint: Path, config: Path | None) -> ModelConfig:
+    file = config or checkpoint.resolve().parent.parent / "config.yaml"
+    if config is None and not file.is_file():
+        raise ConfigError(f"{checkpoint}: lies in no run with a config.yaml; name its base model: --config CONFIG")
+    return load_config(file).model.model_copy(update={"adapter": str(checkpoint)})
+
+
+def _adapter(checkpoint: Path, model: ModelConfig, out: Path) -> tuple[str, Callable[[Path], None]]:
+    from spiral_fast.learner.model import load_tokenizer, source_of
+
+    source = source_of(model.path)
+    tokenizer = load_tokenizer(model.path)
+    settings = json.loads((checkpoint / "adapter_config.json").read_text())
+    own_base = model.path.startswith(("gguf:", "package:", "builtin:"))  # what only spiral-fast finds
+    base = str((out / "base" if own_base else Path(source)).resolve()) if Path(source).is_dir() else source
+
+    def write(folder: Path) -> None:
+        if own_base:
+            shutil.copytree(source, folder / "base")
+        tokenizer.save_pretrained(folder)
+        shutil.copyfile(checkpoint / "adapter_model.safetensors", folder / "adapter_model.safetensors")
+        content = settings | {"base_model_name_or_path": base, "inference_mode": True}
+        (folder / "adapter_config.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+    return f"adapter on {base}", write
+
+
+def _merged(checkpoint: Path, model: ModelConfig, out: Path) -> tuple[str, Callable[[Path], None]]:
+    from spiral_fast.learner.merge import merge
+    from spiral_fast.learner.model import load_model
+
+    loaded = load_model(model, "cpu")
+    plain, rounding = merge(loaded.model)
+    plain.generation_config.eos_token_id = sorted(loaded.eos_token_ids)  # every id that ended a completion in the run
+
+    def write(folder: Path) -> None:
+        plain.save_pretrained(folder)
+        loaded.tokenizer.save_pretrained(folder)
+
+    dtype = str(rounding.dtype).removeprefix("torch.")
+    return f"merged model in {dtype}, whose rounding changed the update by {rounding.lost:.2g} of its norm", write
