@@ -23,7 +23,8 @@ class Examples(Protocol):
 
 def make_examples(config: Config, prompts: Prompts, problems: ProblemSets) -> Examples:
     task = config.problems
-    set_size = config.rollout.set_size or config.evaluate.rsa[0].set_size  # GRPO aggregates in the evaluation only
+    rollout, rsa = config.rollout, config.evaluate.rsa
+    set_size = rollout.set_size if rollout.n_aggregations else rsa[0].set_size  # grpo, poly_epo: in the evaluation only
     prompts = copy.copy(prompts)
     prompts.max_prompt_tokens = sys.maxsize  # that limit is for the data; chain_sum's examples have longer sums too
     used = {problem.question for problem in [*problems.train, *problems.eval]}
