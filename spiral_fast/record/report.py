@@ -52,6 +52,8 @@ def _status(run: RunFolder) -> str:
     model, problems = run.config["model"]["path"], run.config["problems"]["source"]
     line = f"<p>{escape(run.config['credit']['algorithm'])} on {escape(problems)} with {escape(model)}, seed "
     line += f"{run.config['seed']}, {run.steps_done} steps.</p>"
+    if run.replayed is not None:
+        line += f"<p>Replayed: the learner ran alone on the traces of {escape(run.replayed)}.</p>"
     if run.incomplete:
         line += f'<p class="note">This run is incomplete: {escape(run.incomplete)}.</p>'
     line += _skipped(run)

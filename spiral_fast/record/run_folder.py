@@ -41,6 +41,7 @@ class RunFolder:
     environment: dict[str, Any]
     metrics: list[dict[str, Any]]  # one per step, in order
     evaluations: dict[str, dict[str, Any]]  # by label, in the order they were made
+    replayed: str | None  # whose traces, if the learner ran alone on stored ones
 
     @property
     def steps(self) -> int:
@@ -54,6 +55,8 @@ class RunFolder:
     @property
     def incomplete(self) -> str:
         """What a finished run would hold and this one does not; empty for a finished run."""
+        if self.replayed is not None:
+            return ""
         lacking = []
         if self.steps_done < self.steps:
             lacking.append(f"it made {self.steps_done} of {self.steps} steps")
@@ -82,13 +85,14 @@ def read_run(path: str | Path) -> RunFolder:
         for file in path.glob("eval_*.json")
     }
     order = sorted(evaluations, key=lambda label: (label == "after", label != "before", label))
-    environment = path / "environment.json"
+    environment, replay = path / "environment.json", path / "replay.json"
     return RunFolder(
         path,
         config,
         _mapping(environment, json.loads) if environment.exists() else {},
         _metrics(path / "metrics.jsonl"),
         {label: evaluations[label] for label in order},
+        _mapping(replay, json.loads, ["traces"])["traces"] if replay.exists() else None,
     )
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
-
-from spiral_fast.config import ConfigError
 from spiral_fast.record.trace_store import SCHEMA, read_traces
 
 TOKENS = ("prompt", "tokens", "logp")  # large columns nobody reads by eye
@@ -43,10 +40,7 @@ def sample_traces(run_dir: Path) -> Samples | None:
     if not files:
         return None
     step = int(files[-1].stem.removeprefix("step_"))
-    try:
-        rows = read_traces(run_dir, step, [name for name in SCHEMA.names if name not in TOKENS]).to_pylist()
-    except (pa.ArrowException, OSError) as error:
-        raise ConfigError(f"{files[-1]}: cannot be read ({' '.join(str(error).split())})") from None
+    rows = read_traces(run_dir, step, [name for name in SCHEMA.names if name not in TOKENS]).to_pylist()
     if not rows:
         return None
     live = [row["draw"] for row in rows if row["credit"] != 0]

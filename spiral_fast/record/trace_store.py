@@ -66,12 +66,20 @@ def write_traces(folder: Path, step: int, rollouts: Iterable[ProblemRollout], li
 
 def read_traces(run_dir: str | Path, step: int | None = None, columns: list[str] | None = None) -> pa.Table:
     """The traces of one step, or of all steps, of a run; all columns, or the named ones. A column that an older run
-    did not write is null."""
+    did not write is null. Raises ConfigError for a file that cannot be read."""
     folder = Path(run_dir) / "traces"
     files = [folder / f"step_{step:06d}.parquet"] if step is not None else sorted(folder.glob("step_*.parquet"))
     columns = columns or SCHEMA.names
-    tables = [pq.read_table(file, schema=SCHEMA, columns=columns) for file in files]
+    tables = [read_file(file, columns) for file in files]
     return pa.concat_tables([SCHEMA.empty_table().select(columns), *tables])
+
+
+def read_file(path: str | Path, columns: list[str] | None = None) -> pa.Table:
+    """The traces of one file. Raises ConfigError when it cannot be read."""
+    try:
+        return pq.read_table(path, schema=SCHEMA, columns=columns)
+    except (pa.ArrowException, OSError) as error:
+        raise ConfigError(f"{path}: cannot be read ({' '.join(str(error).split())})") from None
 
 
 def read_rollouts(path: str | Path) -> list[ProblemRollout]:
@@ -79,10 +87,7 @@ def read_rollouts(path: str | Path) -> list[ProblemRollout]:
 
     Raises ConfigError for a file that cannot be read, and for one of an older run that lacks sets and their prompts.
     """
-    try:
-        table = pq.read_table(path, schema=SCHEMA)
-    except (pa.ArrowException, OSError) as error:
-        raise ConfigError(f"{path}: cannot be read ({' '.join(str(error).split())})") from None
+    table = read_file(path)
     logps = [np.array(logp.values) for logp in table["logp"]]  # not by way of Python floats: the same bits
     problems: dict[int, list[tuple[dict, np.ndarray]]] = {}  # by draw
     for row, logp in zip(table.drop_columns("logp").to_pylist(), logps, strict=True):

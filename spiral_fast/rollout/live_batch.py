@@ -18,6 +18,15 @@ class LiveBatch:
     discarded: list[ProblemRollout] = field(default_factory=list)  # live, but drawn after the batch was full
     rounds: int = 0
 
+    def add(self, rollout: ProblemRollout, live_problems: int) -> None:
+        """The next problem in draw order, credited."""
+        if not rollout.live:
+            self.dead.append(rollout)
+        elif len(self.live) < live_problems:
+            self.live.append(rollout)
+        else:
+            self.discarded.append(rollout)
+
     def drawn(self) -> list[ProblemRollout]:
         """All problems of the step in draw order."""
         return sorted(self.live + self.dead + self.discarded, key=lambda rollout: rollout.draw)
@@ -40,9 +49,4 @@ def fill_live_batch(
     while len(batch.live) < live_problems and batch.rounds < max_rounds:
         batch.rounds += 1
         for rollout in score([next(draws) for _ in range(round_problems)]):
-            if not rollout.live:
-                batch.dead.append(rollout)
-            elif len(batch.live) < live_problems:
-                batch.live.append(rollout)
-            else:
-                batch.discarded.append(rollout)
+            batch.add(rollout, live_problems)

@@ -69,7 +69,7 @@ def test_checkpoints_alone_are_a_run(tmp_path):
 
 def test_two_runs_never_write_one_folder(tmp_path):
     with Recorder(tmp_path, config_of(tmp_path), quiet()[0]):
-        with pytest.raises(ConfigError, match="is being written by another run"):
+        with pytest.raises(ConfigError, match="is being written by another process"):
             Recorder(tmp_path, config_of(tmp_path, seed=1), quiet()[0])
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["seed"] == 0
 
