@@ -18,6 +18,8 @@ Train SPIRAL (arXiv 2606.23595): reinforcement learning of search and aggregatio
 
     spiral-fast train configs/demo.yaml --dry-run    show prompts, lengths
 
+    spiral-fast verify configs/demo.yaml             is everything right here
+
     spiral-fast train configs/demo.yaml              minutes on 2 CPU cores
 
     spiral-fast train configs/demo.yaml learner.steps=20 run_dir=runs/short
@@ -111,6 +113,9 @@ def train(
     resume: Annotated[
         Path | None, typer.Option(metavar="RUN", help="go on with the run in this folder, with its own config")
     ] = None,
+    replay: Annotated[
+        Path | None, typer.Option(metavar="TRACES", help="only the learner, on the traces that a run stored")
+    ] = None,
 ) -> None:
     """Train one adapter; evaluates before and after and writes report.html into run_dir.
 
@@ -119,11 +124,17 @@ def train(
     Stopped by Ctrl-C, SIGTERM or a crash, a run goes on as if it had not been stopped:
 
     spiral-fast train --resume runs/short
+
+    To debug the learner without sampling anything:
+
+    spiral-fast train configs/demo.yaml --replay runs/short run_dir=runs/again
     """
     overrides = overrides or []
     from spiral_fast.record.files import refuse_other_run, refuse_unwritable
 
     if resume is not None:
+        if replay is not None:
+            raise ConfigError("--replay: makes a new run of a config; leave out --resume")
         from spiral_fast.resume import resumed_config
 
         if config is not None and "=" not in config:
@@ -133,17 +144,23 @@ def train(
         raise ConfigError("CONFIG is missing; for example: spiral-fast train configs/demo.yaml")
     else:
         settings = load_config(config, overrides)
-        refuse_other_run(settings.run_dir)
     refuse_unwritable("run_dir", Path(settings.run_dir))  # before the model is loaded
+    if resume is None:
+        refuse_other_run(settings.run_dir)
     try:
         if dry_run:
             from spiral_fast.dry_run import dry_run as show
 
             show(settings)
             return
-        from spiral_fast.train import train as run
+        if replay is not None:
+            from spiral_fast.replay import replay as run
 
-        folder = run(settings, resume=resume is not None)
+            folder = run(settings, replay)
+        else:
+            from spiral_fast.train import train as run
+
+            folder = run(settings, resume=resume is not None)
     except KeyboardInterrupt as interrupt:
         _stopped(settings, dry_run, interrupt)
     typer.echo(f"report {folder / 'report.html'}")
@@ -189,6 +206,87 @@ def evaluate(
 
 @app.command()
 @short_errors
+def verify(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    json: Annotated[Path | None, typer.Option("--json", help="file for the figures; nothing else is written")] = None,
+) -> None:
+    """Check that engine, learner, cache, rewards and memory are right on your model and config, in 3 minutes or less.
+
+    Exit code 1 when a check fails. docs/verify.md says what each one compares.
+
+    spiral-fast verify configs/demo.yaml --json verify.json
+    """
+    settings = load_config(config, overrides or [])
+    from spiral_fast.verify_command import verify as run
+
+    if not run(settings, json):
+        raise typer.Exit(1)
+
+
+@app.command()
+@short_errors
+def compare(
+    evaluations: Annotated[list[str], typer.Argument(metavar="LABEL=EVAL.JSON...", help="the first is the reference")],
+    out: Annotated[Path, typer.Option(help="page to write; one file that needs no network")] = Path("compare.html"),
+) -> None:
+    """Lay evaluations of the same problems over each other: figures, every number, paired differences.
+
+    spiral-fast compare base=base.json spiral=spiral.json grpo=grpo.json --out compare.html
+    """
+    from spiral_fast.compare_command import compare_evaluations
+
+    compare_evaluations(evaluations, out)
+    typer.echo(out)
+
+
+@app.command()
+@short_errors
+def cross(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    search: Annotated[list[str] | None, typer.Option(metavar="LABEL=ADAPTER", help="repeat; base = the model")] = None,
+    aggregation: Annotated[list[str] | None, typer.Option(metavar="LABEL=ADAPTER", help="repeat, as above")] = None,
+    out: Annotated[Path, typer.Option(help="new file for the matrix; plot and traces go beside it")] = Path(
+        "cross.json"
+    ),
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the traces beside --out")] = False,
+) -> None:
+    """Pair every search checkpoint with every aggregation checkpoint: accuracy after one step of RSA, as a matrix.
+
+    spiral-fast cross configs/demo.yaml --search base --search spiral=S --aggregation base --aggregation spiral=S
+    """
+    settings = load_config(config, overrides or [])
+    from spiral_fast.cross_command import cross_pair, parse_checkpoints
+
+    sides = parse_checkpoints("--search", search or []), parse_checkpoints("--aggregation", aggregation or [])
+    try:
+        cross_pair(settings, *sides, out, resume)
+    except KeyboardInterrupt:
+        _fail("interrupted; whole chunks of problems are kept beside --out: go on with --resume", 130)
+
+
+@app.command()
+@short_errors
+def export(
+    source: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="a run: its newest whole checkpoint")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="new folder")],
+    merged: Annotated[bool, typer.Option("--merged", help="a whole model for plain transformers")] = False,
+    config: Annotated[
+        Path | None, typer.Option(metavar="CONFIG", help="names the base model of an adapter outside its run")
+    ] = None,
+) -> None:
+    """Write what was trained as a folder for plain peft or, merged, for plain transformers.
+
+    spiral-fast export runs/demo exported/demo --merged
+    """
+    from spiral_fast.export import export as write
+
+    typer.echo(write(source, out, merged=merged, config=config))
+
+
+@app.command()
+@short_errors
 def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of a run, finished or not")]) -> None:
     """Write RUN/report.html, one file that needs no network, and print its path.
 
@@ -204,7 +302,7 @@ def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="folder of a 
 def prepare(
     config: ConfigFile,
     overrides: Overrides = None,
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="new folder for train.jsonl, eval.jsonl, counts.json")] = ...,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="new folder for the files")] = Path("prepared"),
 ) -> None:
     """Filter and split the problems of a config into files, with the counts of what was taken out and why.
 

@@ -149,7 +149,7 @@ def stop_when_numbers_fail(at: Position, stats: StepStats, failed: list[str], co
     """Raise FloatingPointError after learner.max_skipped_steps such steps in a row."""
     if at.failed_in_a_row >= config.learner.max_skipped_steps:
         raise FloatingPointError(
-            f"step {at.step}: {stats.skipped_reason} (problems {', '.join(failed[:5])}); {at.failed_in_a_row} steps in a "
-            "row were skipped for numbers that are not finite (learner.max_skipped_steps); the adapter is that of the "
-            "last good step"
+            f"step {at.step}: {stats.skipped_reason} (problems {', '.join(failed[:5])}); {at.failed_in_a_row} steps "
+            "in a row were skipped for numbers that are not finite (learner.max_skipped_steps); the adapter is that of "
+            "the last good step"
         )

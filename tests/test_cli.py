@@ -179,14 +179,16 @@ def test_a_backend_that_cannot_serve_is_one_line(command, forced, tmp_path, monk
     assert line.startswith("error: SPIRAL_KERNELS_BACKEND: ") and list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_fills_up_is_one_line(tmp_path):
-    """The first step's traces are the first file above the limit; the checkpoint after them fails too."""
+def test_a_disk_that_fills_up_is_one_line_and_the_last_checkpoint_is_whole(tmp_path):
+    """The first step's optimiser moments are the first file above the limit."""
     overrides = ["problems.train_size=8", "problems.eval_size=2", "threads=1", "batch.live_problems=8"]
     overrides += ["evaluate={samples: 2, pass_at: [1], majority_at: [], rsa: {steps: 0}, bootstrap: 20}"]
+    overrides += ["learner.steps=2"]
+    run = tmp_path / "run"
     code = (
         "import resource, sys\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))\n"
-        f"sys.argv = ['spiral-fast', 'train', {DEMO!r}, 'run_dir={tmp_path / 'run'}', *{overrides!r}]\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))\n"
+        f"sys.argv = ['spiral-fast', 'train', {DEMO!r}, 'run_dir={run}', *{overrides!r}]\n"
         "from spiral_fast.cli import main\nmain()\n"
     )
     result = subprocess.run(
@@ -195,9 +197,15 @@ def test_a_disk_that_fills_up_is_one_line(tmp_path):
     assert result.returncode == 1, result.stderr
     assert "Traceback" not in result.stderr
     line = result.stderr.splitlines()[-1]
-    assert line.startswith(f"error: {tmp_path / 'run' / 'traces' / 'step_000001.parquet'}: cannot be written (")
+    assert line.startswith(f"error: {run / 'checkpoints' / 'step_000001'}: cannot be written (")
     assert "File too large" in line and line.endswith("what was written before is whole")
-    assert "step" in json.loads((tmp_path / "run" / "metrics.jsonl").read_text())
+    assert json.loads((run / "metrics.jsonl").read_text())["step"] == 1
+    assert [file.name for file in (run / "checkpoints").glob("*step*")] == ["step_000000"]
+    done = subprocess.run(
+        [sys.executable, "-m", "spiral_fast.cli", "train", "--resume", str(run)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "resumed from" in done.stdout and "step 2/2" in done.stdout
 
 
 @pytest.mark.parametrize("began", [False, True])

@@ -16,7 +16,7 @@ import pytest
 
 from spiral_fast.config import ConfigError, load_config
 from spiral_fast.resume import resumed_config
-from tests.test_train import SMALL, metrics, without_time
+from tests.test_train import SMALL, without_time
 
 STEPS = 6
 OVERRIDES = [
@@ -146,3 +146,54 @@ def test_killed_at_random_instants_again_and_again(crashes, whole, tmp_path):
         if not (run / "report.html").exists():
             crashes.finish(run)
         assert_same(run, whole)
+
+
+def test_a_finished_run_can_be_made_longer_and_moved(crashes, whole, tmp_path):
+    short, longer = tmp_path / "short", tmp_path / "longer"
+    status, _ = crashes.run(short, overrides=["learner.steps=3"])
+    assert status == 0
+    short.rename(longer)
+    Path(f"{short}.log").rename(f"{longer}.log")
+    crashes.finish(longer)
+    assert json.loads((longer / "eval_step_000003.json").read_text())["step"] == 3  # was "after"
+    (longer / "eval_step_000003.json").unlink()
+    assert_same(longer, whole)
+
+
+def test_a_damaged_checkpoint_costs_a_step_and_changes_nothing(crashes, whole, tmp_path):
+    run = tmp_path / "run"
+    crashes.run(run, kill={"at": "spiral_fast.record.recorder:Recorder.metrics", "call": 4, "when": "before"})
+    file = run / "checkpoints" / "step_000003" / "optimizer.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    crashes.finish(run)
+    log = Path(f"{run}.log").read_text()
+    assert "checkpoint step_000003 is passed over: optimizer.safetensors has changed" in log
+    assert f"resumed from {run / 'checkpoints' / 'step_000002'}" in log
+    assert_same(run, whole)
+
+
+@pytest.mark.parametrize(
+    ("override", "allowed"),
+    [
+        ("learner.steps=9", True),
+        ("record.keep_last=5", True),
+        ("evaluate.every=3", True),
+        ("learner.learning_rate=1e-3", False),
+        ("seed=4", False),
+        ("rollout.max_running=3", False),
+        ("threads=2", False),
+        ("evaluate.bootstrap=30", False),
+    ],
+)
+def test_only_what_leaves_the_run_the_same_may_change(whole, override, allowed):
+    if allowed:
+        assert resumed_config(whole, [override]).run_dir == str(whole)
+        return
+    with pytest.raises(ConfigError, match=rf"^{override.split('=')[0]}: .* cannot be used with --resume") as error:
+        resumed_config(whole, [override])
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"^--resume: .* holds no run"):
+        resumed_config(tmp_path, [])

@@ -19,9 +19,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from spiral_fast.config import Config, ConfigError, load_config
+from spiral_fast.loss_rows import loss_rows
 from spiral_fast.record.report import write_report
 from spiral_fast.trace import AGGREGATION, SEARCH, Problem, ProblemRollout, Trace, TraceKey
-from spiral_fast.loss_rows import loss_rows
 from spiral_fast.train import train
 
 SMALL = [
@@ -151,8 +151,11 @@ def test_a_step_without_credit_is_skipped_and_the_run_goes_on(tmp_path):
     assert first.read_bytes() == last.read_bytes()
 
 
-@pytest.mark.parametrize("when", ["evaluation", "training"])
-def test_ctrl_c_ends_soon_and_says_where_the_run_lies(tmp_path, when):
+@pytest.mark.parametrize(
+    ("when", "number", "code"),
+    [("evaluation", signal.SIGINT, 130), ("training", signal.SIGINT, 130), ("training", signal.SIGTERM, 143)],
+)
+def test_a_stop_ends_soon_and_the_run_goes_on_as_if_there_was_none(demo, tmp_path, when, number, code):
     run = tmp_path / "stopped"
     overrides = [*SMALL, "learner.steps=10000", f"run_dir={run}"]
     if when == "evaluation":
@@ -161,19 +164,28 @@ def test_ctrl_c_ends_soon_and_says_where_the_run_lies(tmp_path, when):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 120
-        while not (run / "metrics.jsonl").exists() or (when == "training" and len(metrics(run)) < 2):
+        while not (run / "metrics.jsonl").exists() or (when == "training" and len(metrics(run)) < 3):
             assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
             time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
+        with pytest.raises(ConfigError, match="is being written by another process"):
+            train(load_config(run / "config.yaml"), resume=True)  # a second trainer
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=10)
     finally:
         process.kill()
-    assert process.returncode == 130
-    assert str(run) in errors.splitlines()[-1] and "Traceback" not in errors
-    done = len(metrics(run))
-    if when == "training":  # before, nothing was trained that could be lost
-        assert (run / "checkpoints" / f"step_{done:06d}" / "adapter_model.safetensors").exists()
+    assert process.returncode == code
+    assert f"spiral-fast train --resume {run}" in errors.splitlines()[-1] and "Traceback" not in errors
     assert "incomplete" in write_report(run).read_text()
+    if when == "evaluation":
+        return
+    done = len(metrics(run))
+    assert (run / "checkpoints" / f"step_{done:06d}" / "adapter_model.safetensors").exists()
+    subprocess.run(
+        [sys.executable, "-m", "spiral_fast.cli", "train", "--resume", str(run), f"learner.steps={done + 1}"],
+        check=True,
+        capture_output=True,
+    )
+    assert without_time(run)[:2] == without_time(demo) and len(metrics(run)) == done + 1
 
 
 def test_fsdp_gives_the_same_run(demo, tmp_path):

@@ -1,8 +1,8 @@
 """Checkpoints of a run: each written aside, sealed by digests and then renamed; the newest whole one is found again.
 
-A folder checkpoints/step_N holds what the learner saves (a PEFT adapter, the optimiser's moments, its counters), run.json
-(a Position) and digests.json. There is no other state: every random stream of a run derives from its seed and the number
-of the draw or step.
+A folder checkpoints/step_N holds what the learner saves (a PEFT adapter, the optimiser's moments, its counters),
+run.json (a Position) and digests.json. There is no other state: every random stream of a run derives from its seed and
+the number of the draw or step.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Checkpoints:
         target = self.path(position.step)
         aside = target.with_name(f".{target.name}.aside")
         with interrupts_held(), writing(target):
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed here
             aside.mkdir(parents=True)
             try:
                 learner.save(aside)
@@ -68,6 +68,8 @@ class Checkpoints:
         """Put the newest whole checkpoint at or before step `recorded` into the learner and say which; damaged ones are
         named and passed over. None without any: the run starts anew. Raises ConfigError when the training problems
         differ from those of the run."""
+        for aside in self.folder.glob(".step_*.aside"):  # left by a killed process
+            shutil.rmtree(aside)
         for folder in sorted(self.folder.glob("step_*"), reverse=True):
             flaw = _flaw(folder)
             if flaw is None:

@@ -41,11 +41,18 @@ def cannot_write(error: BaseException | None) -> str | None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Within, an OSError becomes CannotWrite, naming `path`."""
+    """Within, an OSError, and safetensors' error on a full disk, becomes CannotWrite, naming `path`."""
     try:
         yield
+    except CannotWrite:
+        raise
     except OSError as error:
         raise CannotWrite(f"{path}: cannot be written ({error.strerror or error})") from error
+    except Exception as error:
+        reason = cannot_write(error)
+        if reason is None:
+            raise
+        raise CannotWrite(f"{path}: cannot be written ({reason})") from error
 
 
 @contextmanager

@@ -33,9 +33,9 @@ from spiral_fast.trace import ProblemRollout
 class Recorder:
     """Writes config.yaml, environment.json, metrics.jsonl, traces/ and eval_<label>.json, and speaks to the console.
 
-    A context manager. With `resume` it goes on with the run that `run_dir` holds: call `rewind` first. Raises ConfigError
-    when `run_dir` already holds a run (or, with `resume`, none) or another process writes one there, and CannotWrite
-    when the disk is full.
+    A context manager. With `resume` it goes on with the run that `run_dir` holds: call `rewind` first. Raises
+    ConfigError when `run_dir` already holds a run (or, with `resume`, none) or another process writes one there, and
+    CannotWrite when the disk is full.
     """
 
     def __init__(self, run_dir: str | Path, config: Config, console: Console | None = None, *, resume: bool = False):
