@@ -13,7 +13,9 @@ import torch
 import yaml
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
+from spiral_fast.commands import app
 from spiral_fast.config import Config, ConfigError, ModelConfig
 from spiral_fast.export import export
 from spiral_fast.learner.learner import Learner
@@ -163,6 +165,15 @@ def test_a_damaged_checkpoint_is_passed_over_or_refused(tiny, tmp_path):
     assert "step_000001" in export(tmp_path / "run", tmp_path / "out")
     with pytest.raises(ConfigError, match="step_000002: adapter_model.safetensors has changed"):
         export(newest, tmp_path / "other")
+
+
+def test_on_the_command_line(run, tmp_path):
+    command = ["export", str(run[0]), str(tmp_path / "out")]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0 and done.output.startswith(f"{tmp_path / 'out'}: adapter on ")
+    assert "from" in done.output and done.output.endswith("step_000002\n")
+    done = CliRunner().invoke(app, [*command, "--merged"])
+    assert done.exit_code == 2 and done.output.count("\n") == 1 and "exists already" in done.output
 
 
 def test_an_adapter_outside_a_run_needs_its_config(run, tmp_path):

@@ -10,14 +10,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from spiral_fast.commands import app
 from spiral_fast.config import ConfigError
 from spiral_fast.record.trace_store import read_rollouts, write_traces
 from spiral_fast.replay import replay
 from spiral_fast.replay_checks import trace_files
 from spiral_fast.train import train
 from tests.record.test_trace_store import as_an_older_version, same
-from tests.test_train import metrics, small
+from tests.test_train import SMALL, metrics, small
 
 OF_THE_ENGINE = {"tokens/prompt", "tokens/cached", "tokens/computed", "tokens/generated"}
 OF_THE_LOOP = {"problems/rounds", "problems/epoch"}
@@ -90,6 +92,17 @@ def test_one_file_is_one_step(original, tmp_path):
     (step,) = metrics(run)
     assert step["step"] == 2 and step["reward/search"] == metrics(original)[1]["reward/search"]
     assert step["logp_gap/mean"] != metrics(original)[1]["logp_gap/mean"]  # step 1 was not made
+
+
+def test_on_the_command_line(original, tmp_path):
+    overrides = [*SMALL, *SETTINGS, "learner.steps=3", f"run_dir={tmp_path / 'again'}"]
+    traces = str(original / "traces" / "step_000001.parquet")
+    done = CliRunner().invoke(app, ["train", "configs/demo_variable.yaml", *overrides, "--replay", traces])
+    assert done.exit_code == 0 and f"report {tmp_path / 'again' / 'report.html'}" in done.output
+    done = CliRunner().invoke(app, ["train", "configs/demo_variable.yaml", *overrides, "--replay", traces])
+    assert done.exit_code == 2 and "already holds a run" in done.output
+    done = CliRunner().invoke(app, ["train", "--resume", str(original), "--replay", traces])
+    assert done.exit_code == 2 and done.output == "error: --replay: makes a new run of a config; leave out --resume\n"
 
 
 def test_gaps_and_empty_folders_are_refused(original, tmp_path):

@@ -126,6 +126,7 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path):
         ("config.yaml", b"seed: 1\nmodel: builtin\n"),
         ("config.yaml", b"\xff\xfe"),
         ("environment.json", b"[]"),
+        ("replay.json", b"{}"),
         ("eval_before.json", b""),
         ("eval_before.json", b"{}"),
         ("eval_before.json", b'{"pass_at_k": '),
