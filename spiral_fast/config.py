@@ -7,7 +7,6 @@ into one line that names file, key, value and what is allowed.
 from __future__ import annotations
 
 import difflib
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -15,6 +14,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from spiral_fast.algorithms import shape_refusals
+from spiral_fast.problem_refusals import problem_refusals
 
 
 def _no_bool(value: Any) -> Any:
@@ -88,14 +88,14 @@ class FiltersConfig(Section):
     """What may be taken out of the training rows. Without these nothing is: a row that cannot be used stops the run."""
 
     rows: dict[str, RowCondition] = Field(
-        {}, description="conditions on fields, all must hold: `difficulty: {min: 0.125, max: 0.75}` or `{one_of: [a, b]}`"
+        {}, description="conditions on fields, all must hold: `difficulty: {min: 0.125}`, `level: {one_of: [a, b]}`"
     )
     min_prompt_tokens: PositiveInt | None = Field(None, description="shortest search prompt that stays, tokens")
     max_prompt_tokens: PositiveInt | None = Field(None, description="longest search prompt that stays, tokens")
     answer_parses: bool = Field(
         False, description="take out problems whose own reference answer, boxed, the reward does not find correct"
     )
-    duplicates: bool = Field(False, description="take out a question that an earlier row asks too, see docs/problems.md")
+    duplicates: bool = Field(False, description="take out a question that an earlier row asks too")
     bad_rows: bool = Field(False, description="take out rows without a usable question, answer or id")
 
 
@@ -105,7 +105,7 @@ class ProblemsConfig(Section):
     )
     train_file: str | None = Field(None, description="jsonl, parquet: file of training problems")
     eval_file: str | None = Field(
-        None, description="file of evaluation problems, Parquet if it ends so, else JSON lines; none = eval_hub or held out"
+        None, description="file of evaluation problems, .parquet or else JSON lines; none = eval_hub or held out"
     )
     hub: HubConfig = HubConfig()
     eval_hub: HubConfig = HubConfig()
@@ -129,7 +129,7 @@ class ProblemsConfig(Section):
         None, description="share of the training rows held out for evaluation; none = eval_size of them"
     )
     contaminated: Literal["refuse", "drop_from_train"] = Field(
-        "refuse", description="a question in both sets (but for case, spacing, punctuation): stop, or keep it in eval only"
+        "refuse", description="a question in both sets (normalised text): stop, or keep it in eval only"
     )
     shuffle: bool = Field(True, description="draw the training problems in an order seeded by `seed`, anew each epoch")
     task: str | None = Field(None, description="reasoning_gym: name of the task, for example countdown")
@@ -405,53 +405,6 @@ def refusals(config: Config) -> list[str]:
         if limit >= rollout.search_max_new_tokens:
             why = f"must be below rollout.search_max_new_tokens ({rollout.search_max_new_tokens}), measured anyway"
             refuse("evaluate.lengths", limit, why)
-    return found
-
-
-def problem_refusals(problems: ProblemsConfig) -> list[tuple[str, Any, str]]:
-    """Key, value and reason of what cannot be read together."""
-    found: list[tuple[str, Any, str]] = []
-    source = problems.source
-    needs = {"jsonl": "train_file", "parquet": "train_file", "hub": "hub.dataset", "reasoning_gym": "task"}.get(source)
-    if needs == "hub.dataset":
-        if problems.hub.dataset is None:
-            found.append(("problems.hub.dataset", None, "source hub needs the name of a dataset"))
-    elif needs and getattr(problems, needs) is None:
-        found.append((f"problems.{needs}", None, f"source {source} needs a {needs.removeprefix('train_')}"))
-    if source in ("reasoning_gym", "chain_sum", "parts"):
-        for key in ("train_file", "eval_file", "hub", "eval_hub", "eval_fraction", "eval_fields", "filters"):
-            value = getattr(problems, key)
-            if value != ProblemsConfig.model_fields[key].default:
-                value = value if isinstance(value, str | float) else value.model_dump(exclude_defaults=True)
-                found.append((f"problems.{key}", value, f"source {source} generates its problems; remove it"))
-    evaluation = [("problems.eval_file", problems.eval_file), ("problems.eval_hub.dataset", problems.eval_hub.dataset)]
-    given = [(key, value) for key, value in evaluation if value is not None]
-    if len(given) == 2:
-        found.append((*given[1], "problems.eval_file is given too; remove one"))
-    if given and problems.eval_fraction is not None:
-        found.append(("problems.eval_fraction", problems.eval_fraction, f"{given[0][0]} is given; remove one"))
-    for key, pattern in (
-        ("answer_pattern", problems.answer_pattern),
-        ("eval_fields.answer_pattern", problems.eval_fields.answer_pattern),
-    ):
-        if pattern is not None:
-            try:
-                groups = re.compile(pattern).groups
-            except re.error as error:
-                found.append((f"problems.{key}", pattern, f"not a regular expression ({error})"))
-            else:
-                if groups != 1:
-                    found.append((f"problems.{key}", pattern, f"it has {groups} groups; put one around the answer"))
-    filters = problems.filters
-    if filters.min_prompt_tokens and filters.max_prompt_tokens and filters.min_prompt_tokens > filters.max_prompt_tokens:
-        why = f"above problems.filters.max_prompt_tokens ({filters.max_prompt_tokens})"
-        found.append(("problems.filters.min_prompt_tokens", filters.min_prompt_tokens, why))
-    for field, condition in filters.rows.items():
-        key, value = f"problems.filters.rows.{field}", condition.model_dump(exclude_none=True)
-        if not value:
-            found.append((key, value, "give min, max or one_of"))
-        if condition.min is not None and condition.max is not None and condition.min > condition.max:
-            found.append((key, value, "min is above max"))
     return found
 
 

@@ -71,6 +71,8 @@ def _name(annotation: Any, bounds: tuple = ()) -> str:
         return " or ".join(_name(argument, bounds) for argument in arguments)
     if origin is list:
         return f"list of {_name(arguments[0])}"
+    if origin is dict:
+        return "keys and values"
     if annotation is type(None):
         return "none"
     name = {int: "integer", float: "number", str: "text", bool: "true or false"}[annotation]

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from spiral_fast.config import Config
 from spiral_fast.credit import credit_of
+from spiral_fast.problems.counts import count_lines
 from spiral_fast.rewards import make_grader
 from spiral_fast.set_up import set_up
 
@@ -14,8 +15,9 @@ from spiral_fast.set_up import set_up
 def dry_run(config: Config) -> None:
     """Print the resolved config, counts, worst-case lengths and one prompt of each kind. Raises what `train` would."""
     parts = set_up(config)
-    make_grader(config)
-    credit_of(config)  # so that a diversity function is imported
+    with make_grader(config):  # a reward function is imported and checked
+        pass
+    credit_of(config)  # so is a diversity function
     say = Console(highlight=False, soft_wrap=True)
 
     def heading(text: str) -> None:
@@ -27,8 +29,8 @@ def dry_run(config: Config) -> None:
     heading("config")
     show(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     heading("problems")
-    for name, count in parts.problems.counts.items():
-        show(f"{name}: {count:,}")
+    for line in count_lines(parts.problems.counts):
+        show(line)
     model = parts.loaded.causal_lm
     heading("model")
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)

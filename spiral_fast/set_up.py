@@ -8,7 +8,7 @@ import torch
 
 from spiral_fast.algorithms import ALGORITHMS
 from spiral_fast.config import Config, ConfigError
-from spiral_fast.learner.model import LoadedModel, load_model
+from spiral_fast.learner.model import LoadedModel, load_model, load_tokenizer
 from spiral_fast.problems import ProblemSets, load_problems
 from spiral_fast.prompts import make_prompts
 from spiral_fast.rollout.fits import WorstCase, check_fits
@@ -30,7 +30,7 @@ def set_up(config: Config) -> SetUp:
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)  # of the fresh adapter
-    problems = load_problems(config)
+    problems = load_problems(config, lambda: make_prompts(config, load_tokenizer(config.model.path)))
     loaded = load_model(config.model, device)
     prompts = make_prompts(config, loaded.tokenizer)
     worst = check_fits(config, prompts, [*problems.train, *problems.eval], loaded.max_context)

@@ -69,8 +69,9 @@ def test_every_field_is_described():
         ),
         ("threads=9999999999", "threads: 9999999999 is not allowed: input should be less than or equal to 1024"),
         (
-            "problems.source=hub",
-            "problems.source: 'hub' is not allowed: input should be 'jsonl', 'chain_sum' or 'parts'",
+            "problems.source=csv",
+            "problems.source: 'csv' is not allowed: input should be 'jsonl', 'parquet', 'hub', 'reasoning_gym', "
+            "'chain_sum' or 'parts'",
         ),
     ],
 )

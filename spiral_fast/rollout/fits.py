@@ -25,8 +25,9 @@ def worst_case(config: Config, prompts, problems: Sequence[Problem]) -> WorstCas
     A true bound: a quoted candidate is never longer than it was sampled, and all else does not depend on the problem.
     """
     rollout = config.rollout
-    longest = max(problems, key=lambda problem: len(prompts.search(problem)))
-    search_prompt = len(prompts.search(longest))
+    search_prompt, longest = max(
+        ((len(prompts.search(problem)), problem) for problem in problems), key=lambda pair: pair[0]
+    )
     # RSA evaluates with sets of its own size, whatever the training does; no prompt quotes the sets of poly_epo.
     quoted = rollout.set_size if rollout.n_aggregations else 0
     set_size = max([quoted, *(shape.set_size for shape in config.evaluate.rsa_shapes)])

@@ -5,9 +5,14 @@ import json
 import pytest
 
 from spiral_fast.config import ConfigError
-from spiral_fast.problems.jsonl import read_jsonl
+from spiral_fast.problems.jsonl import jsonl_rows
+from spiral_fast.problems.rows import Fields, problems_of
 
 GOOD = '{"question": "1+1", "answer": "2"}'
+
+
+def read_jsonl(path, **fields):
+    return problems_of(jsonl_rows(path), Fields(**fields))
 
 
 def write(tmp_path, *lines: str):
@@ -19,7 +24,7 @@ def write(tmp_path, *lines: str):
 def test_rows_keep_order_and_other_keys(tmp_path):
     rows = [{"q": f"öäü \u2028 {i}", "a": str(i), "name": f"n{i}", "level": i} for i in range(5)]
     path = write(tmp_path, *(json.dumps(row, ensure_ascii=False) for row in rows), "", "   ")
-    problems = read_jsonl(path, question_field="q", answer_field="a", id_field="name")
+    problems = read_jsonl(path, question="q", answer="a", id="name")
     assert [(p.id, p.question, p.answer, p.data) for p in problems] == [
         (row["name"], row["q"], row["a"], {"level": row["level"]}) for row in rows
     ]
@@ -46,8 +51,8 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
         ("{}", "'question' is missing"),
         ('{"question": "1+1", "answer": ""}', "'answer' is empty"),
         ('{"question": " \\n", "answer": "2"}', "'question' is empty"),
-        ('{"question": "1+1", "answer": 2}', "'answer' must be a string"),
-        ('{"question": "1+1", "answer": null}', "'answer' must be a string"),
+        ('{"question": "1+1", "answer": 2}', "'answer' must be a string, found 2; set problems.numbers_as_text"),
+        ('{"question": "1+1", "answer": null}', "'answer' must be a string, found null"),
         ('{"question": "\\ud800", "answer": "2"}', "lone surrogate"),
     ],
 )
@@ -61,8 +66,8 @@ def test_a_bad_row_names_file_and_line(tmp_path, line, says):
 def test_a_duplicate_id_names_both_lines(tmp_path):
     row = '{"id": "x", "question": "1+1", "answer": "2"}'
     path = write(tmp_path, row, row.replace('"x"', '"y"'), row)
-    with pytest.raises(ConfigError, match=r":3: the id 'x' is that of line 1 too"):
-        read_jsonl(path, id_field="id")
+    with pytest.raises(ConfigError, match=r"rows.jsonl:3: its id is taken: 'x' is the id of .*rows.jsonl:1 too"):
+        read_jsonl(path, id="id")
 
 
 def test_files_that_cannot_be_used(tmp_path):

@@ -1,0 +1,23 @@
+"""When two questions are the same: for duplicates, for the split and for the check between training and evaluation."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+_DASHES = re.compile("[\u2010-\u2015\u2212\ufe58\ufe63\uff0d]")
+_DELIMITERS = re.compile(r"\$|\\[()\[\]]")  # of mathematics in a text
+_PUNCTUATION = re.compile(r"""[.,;:?](?!\d)|["\u201c-\u201f\u00ab\u00bb\u2026\u3001\u3002]""")  # 1.5 is not 15
+_LOOSE_SPACE = re.compile(r"(?<!\w) | (?!\w)")  # `x + 1` is `x+1`, but `4 3` is not `43`
+
+
+def normalised(question: str) -> str:
+    """What is left for comparison: case, spacing, punctuation of sentences, dollar signs and Unicode variants are not.
+
+    Signs, brackets and decimal points stay, since questions that differ in them have other answers.
+    """
+    text = unicodedata.normalize("NFKC", question).casefold()
+    text = _DASHES.sub("-", unicodedata.normalize("NFKC", text)).replace("\u2044", "/").replace("\u2019", "'")
+    text = _PUNCTUATION.sub(" ", _DELIMITERS.sub(" ", text))
+    text = " ".join(text.split())
+    return unicodedata.normalize("NFC", _LOOSE_SPACE.sub("", text)) or question
