@@ -22,8 +22,9 @@ def lines(evaluations: Mapping[str, dict]) -> list[tuple[str, list[str]]]:
     return [(name, [column.get(name, "") for column in columns]) for name in names]
 
 
-def number(value: float, interval: list[float]) -> str:
-    return f"{value:.3f} [{interval[0]:.3f}, {interval[1]:.3f}]"
+def number(value: float, interval: list[float], sign: str = "") -> str:
+    """`sign` "+" shows the sign of positive numbers too."""
+    return f"{value:{sign}.3f} [{interval[0]:{sign}.3f}, {interval[1]:{sign}.3f}]"
 
 
 def _lines(evaluation: dict) -> Iterator[tuple[str, str]]:

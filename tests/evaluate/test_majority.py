@@ -92,3 +92,17 @@ def test_1100_samples_agree_with_integers():
 def test_all_correct_is_one():
     answers = ["a"] * 300 + ["b"] * 300
     assert all(0 <= 1 - majority_at_k(answers, [True] * 600, k) < 1e-12 for k in (1, 7, 64, 599, 600))
+
+
+@pytest.mark.parametrize("k", [16, 64, 128, 256])
+def test_256_samples_agree_with_4000_votes(k):
+    """Two answers of like frequency, and many with one or two votes; five standard errors of the simulation."""
+    rng = np.random.default_rng(k)
+    codes = np.concatenate([np.repeat([0, 1], [62, 60]), rng.integers(2, 100, 134)])
+    exact = majority_at_k([str(code) for code in codes], (codes == 1).tolist(), k)
+    order = rng.random((4000, 256)).argsort(1)[:, :k]
+    votes = np.stack([(codes[order] == code).sum(1) for code in range(100)], 1)
+    tied = votes == votes.max(1, keepdims=True)
+    share = tied[:, 1] / tied.sum(1)
+    assert abs(share.mean() - exact) <= 5 * share.std() / np.sqrt(len(share)) + 1e-12
+    assert (0.1 < exact < 0.5) == (k < 256)

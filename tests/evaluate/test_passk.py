@@ -1,4 +1,6 @@
+from fractions import Fraction
 from itertools import combinations
+from math import comb, prod
 
 import pytest
 
@@ -23,3 +25,12 @@ def test_large_k():
 def test_more_than_the_samples_is_refused():
     with pytest.raises(ValueError, match="pass@5 needs at least 5 samples, there are 4"):
         pass_at_k(1, 4, 5)
+
+
+def test_256_of_4096():
+    """Against the product form of the same share, in fractions: absolutely to 1e-15."""
+    for n, k in ((256, 256), (256, 128), (4096, 256)):
+        for n_correct in (0, 1, 2, 17, n // 2, n - 1, n):
+            none = prod((Fraction(max(0, n - n_correct - i), n - i) for i in range(k)), start=Fraction(1))
+            assert pass_at_k(n_correct, n, k) == pytest.approx(float(1 - none), abs=1e-15)
+    assert pass_at_k(1, 4096, 256) == 256 / 4096 and comb(4096, 256) > 10**400
