@@ -95,9 +95,9 @@ class Learner:
         aggregation = [index for index in live if rows[index].level != SEARCH]
         record = _Record()
         self._backward(rows, search, record)
-        search_gradient = self._gradient() if search and aggregation else None
+        search_gradient = self.gradient() if search and aggregation else None
         self._backward(rows, aggregation, record)
-        gradient = self._gradient()
+        gradient = self.gradient()
         record.into(stats)
         stats.live_rows = len(live)
         stats.gradient_norm = _norm(gradient)
@@ -147,7 +147,7 @@ class Learner:
             loss = -self.policy(self._pack([rows[i] for i in part]), 1.0).logp.sum() / n_tokens
             loss.backward()
             total += loss.item()
-        for name, value in (("cross-entropy", total), ("gradient norm", _norm(self._gradient()))):
+        for name, value in (("cross-entropy", total), ("gradient norm", _norm(self.gradient()))):
             if not math.isfinite(value):
                 self._supervised_optimiser.zero_grad()
                 raise FloatingPointError(f"supervised step: the {name} is {value}; lower warm_start.learning_rate")
@@ -186,7 +186,7 @@ class Learner:
     def _pack(self, rows: Sequence[Row]) -> Packed:
         return pack([(row.prompt, row.tokens) for row in rows], self.device)
 
-    def _gradient(self) -> torch.Tensor:
+    def gradient(self) -> torch.Tensor:
         """The adapter's gradient as one flat vector (a copy); a parameter without one counts as zero."""
         gradients = (torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters.values())
         return torch.cat([fsdp.local(gradient.detach()).flatten() for gradient in gradients])

@@ -1,0 +1,56 @@
+"""Cached = cold: requests served from a warm cache give what they give with an empty one."""
+
+from __future__ import annotations
+
+from spiral_fast.learner.nonzero_adapter import nonzero_adapter
+from spiral_fast.rollout.engine import Completion, Engine, Request, generate, request_seed
+from spiral_fast.verify.log_probs import compare
+from spiral_fast.verify.result import FAIL, Result
+from spiral_fast.verify.subject import Subject
+
+NEW_TOKENS = 8  # of each request: what the cache holds is the prompt
+
+
+def cached_is_cold(subject: Subject) -> Result:
+    """The warm engine has served the same requests under another policy, and half of them under this one.
+
+    Both draw the same random numbers; rounding may still turn a token, so log-probs are compared up to there.
+    """
+    requests = [
+        Request(
+            trace.key,
+            tuple(trace.prompt),
+            min(NEW_TOKENS, subject.limit),
+            subject.config.rollout.temperature,
+            request_seed(subject.config.seed, 0, trace.key),
+        )
+        for trace in subject.traces
+    ]
+    cold = _serve(subject, subject.new_engine(), requests)
+    engine = subject.new_engine()
+    with nonzero_adapter(subject.loaded.model, seed=1):
+        _serve(subject, engine, requests)
+    engine.set_policy(1)
+    _serve(subject, engine, requests[::2])
+    warm = _serve(subject, engine, requests)
+    engine.close()
+    cached, prompt = (sum(getattr(done, name) for done in warm) for name in ("cached_tokens", "prompt_tokens"))
+    same = [_common(a, b) for a, b in zip(cold, warm, strict=True)]
+    note = (
+        f"{cached:,} of {prompt:,} prompt tokens from the cache; {same.count(NEW_TOKENS)} of {len(same)} traces equal"
+    )
+    if not any(same):
+        return Result(FAIL, "no trace begins with the same token", note=note)
+    pairs = [(a.logp[:n], b.logp[:n]) for a, b, n in zip(cold, warm, same, strict=True) if n]
+    return compare(*zip(*pairs, strict=True), subject.dtype, note)
+
+
+def _serve(subject: Subject, engine: Engine, requests: list[Request]) -> list[Completion]:
+    with subject.learner.rollout_weights():
+        return generate(engine, requests)
+
+
+def _common(a: Completion, b: Completion) -> int:
+    """Tokens until the first that differs."""
+    pairs = list(zip(a.tokens, b.tokens, strict=False))
+    return next((i for i, (one, other) in enumerate(pairs) if one != other), len(pairs))

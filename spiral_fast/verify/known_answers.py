@@ -1,0 +1,34 @@
+"""Completions whose verdict is known: the reference answer in the format the prompt asks for, and a changed one."""
+
+from __future__ import annotations
+
+import re
+
+from spiral_fast.problems import parts
+from spiral_fast.trace import Problem
+
+OTHER = "987654321"  # in place of an answer that is no plain number
+
+
+def right_answer(problem: Problem) -> str:
+    if "parts" in problem.data:
+        return _parts_trace(problem, right=True)
+    return f"\\boxed{{{problem.answer}}}"
+
+
+def wrong_answer(problem: Problem) -> str:
+    """A number one larger, else another number altogether; of `parts` one part that misses its target."""
+    if "parts" in problem.data:
+        return _parts_trace(problem, right=False)
+    number = re.fullmatch(r"\s*([+-]?\d+)\s*", problem.answer)
+    changed = str(int(number[1]) + 1) if number and len(number[1]) < 1000 else OTHER
+    return f"\\boxed{{{changed}}}"
+
+
+def _parts_trace(problem: Problem, right: bool) -> str:
+    words: list[str] = []
+    for label, part in zip(parts.LABELS, map(tuple, problem.data["parts"]), strict=True):
+        wanted = right or label != parts.LABELS[-1]
+        choice = next(choice for choice in parts.CHOICES if parts.solves(part, choice) == wanted)
+        words += parts.attempt(label, part, choice)
+    return " ".join(words)

@@ -1,0 +1,127 @@
+"""What is verified: the run's own model, learner and engine, and a sample of its traces.
+
+How much is sampled follows from the speed measured here; `shortened` says what was left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import chain, zip_longest
+
+import numpy as np
+import torch
+
+from spiral_fast.config import Config
+from spiral_fast.learner.learner import Learner, Row
+from spiral_fast.problems import Draws
+from spiral_fast.rollout.engine import Engine
+from spiral_fast.rollout.make_engine import make_engine
+from spiral_fast.rollout.two_stage import roll_out
+from spiral_fast.set_up import SetUp
+from spiral_fast.trace import AGGREGATION, SEARCH, Problem, Trace
+
+MAX_PROBLEMS = 4  # whose traces are sampled
+ROLLOUT_S = 15.0  # seconds their rollout may take
+GRADIENT_S = 10.0  # seconds one gradient may take
+
+
+class Subject:
+    """The learner is one without FSDP until the check of FSDP has made it the run's own."""
+
+    def __init__(self, config: Config, parts: SetUp):
+        self.config = config
+        self.problems, self.loaded, self.prompts, self.worst = parts.problems, parts.loaded, parts.prompts, parts.worst
+        plain = config.learner.model_copy(update={"fsdp": False, "checkpointing": False})
+        self.learner = Learner(
+            config.model_copy(update={"learner": plain}) if config.learner.fsdp else config, parts.loaded
+        )
+        order = Draws(len(self.problems.train), config.seed, config.problems.shuffle)
+        self.drawn: list[tuple[int, Problem]] = [
+            (draw, self.problems.train[order[draw]]) for draw in range(min(MAX_PROBLEMS, len(self.problems.train)))
+        ]
+        self.traces: list[Trace] = []  # from here on filled by `measure`
+        self.limit = 0  # L_max of these traces
+        self.shortened = ""  # what they lack
+        self.learner_tokens_per_s = 0.0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.loaded.causal_lm.get_output_embeddings().weight.dtype
+
+    def new_engine(self) -> Engine:
+        """An engine of the run over the learner's weights, its cache empty."""
+        return make_engine(self.config, self.loaded)
+
+    def measure(self) -> None:
+        """Sample as many traces, as long as they fit the time, and see how fast the learner is."""
+        settings = self.config.rollout
+        longest = max(settings.search_max_new_tokens, settings.aggregation_max_new_tokens)
+        self.sample(self.drawn[:1], 2)  # the first calls also compile
+        per_token = _seconds(lambda: self.sample(self.drawn[:1], 8)) / 8
+        self.limit = int(max(8, min(longest, ROLLOUT_S / per_token)))
+        self.drawn = self.drawn[: int(max(1, ROLLOUT_S / (per_token * self.limit)))]
+        self.sample_traces()
+        if self.limit < longest:
+            self.shortened = f"traces cut at {self.limit} of {longest} tokens"
+        rows = self.rows(self.traces[:2])
+        self.learner.accumulate(rows)
+        seconds = _seconds(lambda: self.learner.accumulate(rows))
+        self.learner_tokens_per_s = sum(row.computed_tokens for row in rows) / seconds
+
+    def sample_traces(self) -> None:
+        self.traces = self.sample(self.drawn, self.limit)
+
+    def sample(self, drawn: list[tuple[int, Problem]], limit: int) -> list[Trace]:
+        """All search traces and one aggregation trace per set, by the run's own rollout, cut at `limit` tokens."""
+        rollout = self.config.rollout
+        changes = {
+            "search_max_new_tokens": min(limit, rollout.search_max_new_tokens),
+            "aggregation_max_new_tokens": min(limit, rollout.aggregation_max_new_tokens),
+            "n_aggregations": min(1, rollout.n_aggregations),
+        }
+        config = self.config.model_copy(update={"rollout": rollout.model_copy(update=changes)})
+        engine = self.new_engine()
+        with self.learner.rollout_weights():
+            rollouts = roll_out(engine, self.prompts, drawn, config)
+        engine.close()
+        return [trace for each in rollouts for trace in each.traces()]
+
+    def rows(self, traces: Sequence[Trace]) -> list[Row]:
+        """Rows as the learner trains on, with credits from a seed: real ones may all be zero."""
+        credits = np.random.default_rng(0).standard_normal(len(traces))
+        return [
+            Row(trace.prompt, trace.tokens, trace.logp, float(credit), 1 / len(traces), trace.key.level)
+            for trace, credit in zip(traces, credits, strict=True)
+        ]
+
+    def gradient_rows(self) -> list[Row]:
+        """Rows of both levels in turn: at least four, else what one micro-batch holds and the time allows."""
+        levels = [[t for t in self.traces if t.key.level == level] for level in (SEARCH, AGGREGATION)]
+        room = min(self.config.learner.micro_batch_tokens, GRADIENT_S * self.learner_tokens_per_s)
+        kept: list[Trace] = []
+        for trace in filter(None, chain.from_iterable(zip_longest(*levels))):
+            room -= len(trace.prompt) + len(trace.tokens) - 1
+            if room < 0 and len(kept) >= 4:
+                break
+            kept.append(trace)
+        return self.rows(kept)
+
+    def gradient(self, rows: Sequence[Row], micro_batch_tokens: int) -> torch.Tensor:
+        """The adapter's gradient before clipping, flat, float64. Raises FloatingPointError when there is none."""
+        learner = self.learner
+        settings = learner.config
+        learner.config = settings.model_copy(update={"micro_batch_tokens": micro_batch_tokens, "clip_norm": None})
+        try:
+            stats = learner.accumulate(rows)
+        finally:
+            learner.config = settings
+        if stats.skipped_reason:
+            raise FloatingPointError(stats.skipped_reason)
+        return learner.gradient().double()
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
