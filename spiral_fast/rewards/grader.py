@@ -11,13 +11,15 @@ from spiral_fast.config import Config, ConfigError
 from spiral_fast.trace import Problem
 
 CORRECT, WRONG, COULD_NOT_GRADE = "correct", "wrong", "could_not_grade"
+# Sources whose own check runs in a grading process like a user's reward: it takes what child/function.py says.
+CHECKS = {"reasoning_gym": "spiral_fast.problems.reasoning_gym.check"}
 Item = tuple[Problem, str, str]  # problem, text of the completion, its finish reason
 
 
 class Verdict(NamedTuple):
-    reward: float  # 1.0 for "correct", else 0.0
+    reward: float  # any number; graders of answers give 1.0 for "correct", else 0.0; 0.0 for "could_not_grade"
     verdict: str  # "correct" | "wrong" | "could_not_grade": wrong is the model's fault, could_not_grade is ours
-    answer: str | None  # the extracted answer; None when the completion holds none (which is "wrong")
+    answer: str | None  # the extracted answer, for records and votes; None when the completion holds none
     reason: str = ""  # why it could not be graded
 
 
@@ -38,23 +40,35 @@ class Grader:
         """
         raise NotImplementedError
 
-    def answer(self, text: str) -> str | None:
-        """The extracted answer, for majority voting."""
-        raise NotImplementedError
-
     def grade(self, items: Sequence[Item]) -> list[Verdict]:
         """One verdict per item, in the items' order."""
         return [verdict.result() for verdict in [self.submit(*item) for item in items]]
 
 
+def known(correct: bool, answer: str | None) -> Future[Verdict]:
+    """The verdict of a grader that needs no process."""
+    verdict: Future[Verdict] = Future()
+    verdict.set_result(Verdict(float(correct), CORRECT if correct else WRONG, answer))
+    return verdict
+
+
 def make_grader(config: Config) -> Grader:
-    """The grader `reward.kind` names; auto: parts has its own checker, chain_sum is exact, jsonl is math.
+    """The grader `reward.kind` names; auto: the task's own checker, else exact for generated tasks and math for files.
 
     Raises ConfigError when the kind does not fit the task or its packages are missing.
     """
     source, kind = config.problems.source, config.reward.kind
+    function = CHECKS.get(source) if kind == "auto" else config.reward.function
+    if function:
+        from spiral_fast.rewards.function import FunctionGrader
+
+        return FunctionGrader(config.reward, function)
+    if config.reward.correct_at != 1:
+        raise ConfigError(
+            f"reward.correct_at: {config.reward.correct_at} cannot be used: rewards of this kind are 0 or 1; remove it"
+        )
     if kind == "auto":
-        kind = {"jsonl": "math"}.get(source, "exact")
+        kind = "exact" if source in ("parts", "chain_sum") else "math"
     if kind == "math":
         if source == "parts":
             raise ConfigError("reward.kind: 'math' cannot grade the task parts, which has no boxed answers; use auto")

@@ -2,13 +2,17 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
-from spiral_fast.config import Config, ConfigError
+from spiral_fast.config import Config, ConfigError, refusals
 from spiral_fast.install import install_command
 from spiral_fast.rewards import TooManyUngradable, Verdict, check_ungradable, make_grader
 from spiral_fast.rewards.exact import ExactGrader, PartsGrader
+from spiral_fast.rewards.function import FunctionGrader
+from spiral_fast.rewards.grader import CHECKS
 from spiral_fast.rewards.math import MathGrader
 from spiral_fast.trace import Problem
 
@@ -28,10 +32,35 @@ def config_of(source: str, **reward) -> Config:
         ("chain_sum", "math", MathGrader),
         ("jsonl", "auto", MathGrader),
         ("jsonl", "exact", ExactGrader),
+        ("jsonl", "function", FunctionGrader),
+        ("parts", "function", FunctionGrader),
     ],
 )
 def test_which_grader_a_run_uses(source, kind, grader):
-    assert type(make_grader(config_of(source, kind=kind))) is grader
+    function = {"function": "my_module.my_reward"} if kind == "function" else {}
+    assert type(make_grader(config_of(source, kind=kind, **function))) is grader
+
+
+def test_a_source_with_a_check_of_its_own_has_it_run_in_grading_processes(monkeypatch):
+    monkeypatch.setitem(CHECKS, "chain_sum", f"{Path(__file__).with_name('behaviours.py')}:seven")
+    with make_grader(config_of("chain_sum", workers=1, correct_at=0.5)) as grader:
+        assert type(grader) is FunctionGrader
+        assert grader.grade([(Problem("p", "q", "7"), "\\boxed{7}", "stop")]) == [Verdict(1.0, "correct", "7")]
+    assert type(make_grader(config_of("chain_sum", kind="exact"))) is ExactGrader
+    assert all(find_spec(function.rpartition(".")[0]) for function in CHECKS.values() if "/" not in function)
+
+
+@pytest.mark.parametrize(("source", "kind"), [("parts", "auto"), ("chain_sum", "exact"), ("jsonl", "math")])
+def test_where_rewards_are_0_or_1_there_is_no_threshold(source, kind):
+    with pytest.raises(ConfigError, match="reward.correct_at: 0.5 cannot be used"):
+        make_grader(config_of(source, kind=kind, correct_at=0.5))
+
+
+@pytest.mark.parametrize("reward", [{"kind": "function"}, {"function": "a.b"}, {"kind": "math", "function": "a.b"}])
+def test_the_kind_function_and_its_name_belong_together(reward):
+    assert ["reward.function"] == [
+        line.split(":")[0] for line in refusals(config_of("chain_sum", **reward)) if "reward" in line
+    ]
 
 
 def test_math_cannot_grade_parts():

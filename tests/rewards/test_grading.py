@@ -6,6 +6,7 @@ import math
 import random
 import threading
 from concurrent.futures import Future
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from spiral_fast.config import Config
 from spiral_fast.rewards import Grader, NonFiniteReward, TooManyUngradable, Verdict
 from spiral_fast.rewards.exact import ExactGrader
+from spiral_fast.rewards.function import FunctionGrader
 from spiral_fast.rewards.grading import Grading
 from spiral_fast.rewards.math import MathGrader
 from spiral_fast.trace import AGGREGATION, SEARCH, Problem, ProblemRollout, Trace, TraceKey
@@ -55,6 +57,7 @@ class Table(Grader):
         return found
 
 
+SEVEN = f"{Path(__file__).with_name('behaviours.py')}:seven"
 RIGHT = Verdict(1.0, "correct", "7")
 
 
@@ -77,8 +80,8 @@ def test_equal_answers_of_one_grading_are_graded_once_even_when_the_first_is_don
     rollouts = rollouts_of({"a": ["7", " 7", "8"], "b": ["7", "8", "8"]})
     asked = []
     with MathGrader(config_of(workers=2).reward) as grader:
-        for worker in grader._workers:
-            worker.ask = lambda *pair, ask=worker.ask: asked.append(pair) or ask(*pair)
+        for process in grader._processes:
+            process.ask = lambda request, ask=process.ask: asked.append(request) or ask(request)
         for _ in range(2):  # a new grading grades anew
             grading = Grading(grader, config_of())
             for rollout in rollouts:
@@ -86,7 +89,7 @@ def test_equal_answers_of_one_grading_are_graded_once_even_when_the_first_is_don
                     grading.submit(rollout.problem, trace)
                     grading._verdicts[-1].result()
             grading.finish(rollouts)
-    assert asked == 2 * [("7", "7"), ("7", "8")]
+    assert asked == 2 * [["7", "7"], ["7", "8"]]
 
 
 def test_rewards_that_are_not_finite_name_their_problems():
@@ -113,12 +116,12 @@ def test_the_share_of_ungradable_answers_is_that_of_the_whole_grading():
 
 def test_an_exception_in_a_grading_thread_reaches_finish():
     rollouts = rollouts_of({"a": ["7", "8"]})
-    with MathGrader(config_of(workers=1).reward) as grader:
+    with FunctionGrader(config_of(workers=1).reward, SEVEN) as grader:
 
-        def fail(*_):
+        def fail(request):
             raise OSError("no more file descriptors")
 
-        grader._workers[0].ask = fail
+        grader._processes[0].ask = fail
         grading = Grading(grader, config_of())
         for trace in rollouts[0].traces():
             grading.submit(rollouts[0].problem, trace)
@@ -129,15 +132,16 @@ def test_an_exception_in_a_grading_thread_reaches_finish():
 def test_what_is_abandoned_before_it_begins_is_never_graded_and_can_be_asked_for_again():
     (rollout,) = rollouts_of({"a": ["7", "8", "9"]})
     go, asked = threading.Event(), []
-    with MathGrader(config_of(workers=1).reward) as grader:
-        ask = grader._workers[0].ask
-        grader._workers[0].ask = lambda *pair: go.wait(60) and (asked.append(pair[1]) or ask(*pair))
+    with FunctionGrader(config_of(workers=1).reward, SEVEN) as grader:
+        (process,) = grader._processes
+        ask = process.ask
+        process.ask = lambda request: go.wait(60) and (asked.append(request[2]) or ask(request))
         grading = Grading(grader, config_of())
         for trace in rollout.traces():
             grading.submit(rollout.problem, trace)
         grading.abandon()
         go.set()
         assert grader.submit(rollout.problem, "\\boxed{5}", "stop").result().reward == 0.0
-        assert set(asked) <= {"7", "5"}
+        assert set(asked) <= {"\\boxed{7}", "\\boxed{5}"}
         grading.finish([rollout])
     assert [trace.reward for trace in rollout.traces()] == [1.0, 0.0, 0.0]

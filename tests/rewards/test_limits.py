@@ -9,7 +9,7 @@ import pytest
 
 LIMITS = """
 import os, resource, sys
-from spiral_fast.rewards.worker import limit
+from spiral_fast.rewards.child.limits import limit
 
 hard_memory, hard_seconds = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_AS, (hard_memory, hard_memory))

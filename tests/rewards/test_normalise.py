@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spiral_fast.rewards.child.normalise import normalise
+
+
+@pytest.mark.parametrize(
+    ("text", "normal"),
+    [
+        ("１ 000°.", "1000^\\circ"),
+        ("٤٢", "42"),
+        ("\u2212\u20134", "--4"),
+        ("½", "\\frac{1}{2}"),
+        ("2¾", "2\\frac{3}{4}"),
+        ("x²", "x^{2}"),
+        ("10⁻¹²", "10^{-12}"),
+        ("x₁₀", "x_{10}"),
+        ("2√13", "2\\sqrt{13}"),
+        ("√(x+1)", "\\sqrt{(x+1)}"),
+        ("12\u200b3", "123"),
+        ("a~b", "a b"),
+        ("7, ", "7"),
+        ("7...", "7"),
+        ("7!", "7!"),
+        ("7\\,", "7\\,"),
+        ("7\\;.", "7\\;"),
+        ("\\left.x\\right.", "\\left.x\\right."),
+        ("**7**", "7"),
+        ("`7`", "7"),
+        ("****", "****"),
+        ("= 7", "7"),
+        ("\\approx 7", "7"),
+        ("1 000 000", "1000000"),
+        ("1\\,000", "1000"),
+        ("1 000 00", "1 000 00"),
+        ("1 2 3", "1 2 3"),
+        ("1,000", "1,000"),  # math-verify's own
+        ("1 1/2", "1\\frac{1}{2}"),
+        ("1 100/3", "1\\frac{100}{3}"),
+        ("1.5e3", "1.5 \\times 10^{3}"),
+        ("2e+x", "2e+x"),
+        ("\\left\\langle 1,2\\right\\rangle", "\\left( 1,2\\right)"),
+        ("\\degrees", "\\degrees"),  # only whole commands
+        ("\\mathrm{e}^2", "e^2"),
+        ("5\\mathrm{m}", "5\\mathrm{m}"),
+        ("", ""),
+        ("...", ""),
+    ],
+)
+def test_one_spelling(text, normal):
+    assert normalise(text) == normal
+
+
+@given(whole=st.integers(0, 999), fixed=st.from_regex(r"\A[0-9]{0,3}\Z"), period=st.from_regex(r"\A[0-9]{1,4}\Z"))
+def test_repeating_decimals_are_exact(whole, fixed, period):
+    above, below = normalise(f"{whole}.{fixed}\\overline{{{period}}}").removeprefix("\\frac{").rstrip("}").split("}{")
+    tail = Fraction(int(period), 10 ** len(period) - 1) / 10 ** len(fixed)
+    assert Fraction(int(above), int(below)) == whole + Fraction(int(fixed or 0), 10 ** len(fixed)) + tail
+
+
+@given(st.text())
+def test_any_text_is_normalised_and_once_is_enough_for_what_is_plain(text):
+    assert isinstance(normalise(text), str)
+    if text.isascii() and text.isalnum() and "e" not in text.lower():
+        assert normalise(text) == text
