@@ -43,10 +43,15 @@ def _checkpoint(source: Path) -> Path:
         if (source / DIGESTS).exists() and (found := flaw(source)):
             raise ConfigError(f"{source}: {found}; export another checkpoint")
         return source
+    flaws = []
     for folder in sorted(source.glob("checkpoints/step_*"), reverse=True):
-        if flaw(folder) is None:
+        found = flaw(folder)
+        if found is None:
             return folder
-    raise ConfigError(f"{source}: neither a checkpoint (adapter_model.safetensors) nor a run with a whole one")
+        flaws.append(f"{folder.name}: {found}")
+    if flaws:
+        raise ConfigError(f"{source}: no checkpoint is whole ({'; '.join(flaws[:3])})")
+    raise ConfigError(f"{source}: neither a checkpoint (adapter_model.safetensors) nor a run that has one")
 
 
 def _model_config(checkpoint: Path, config: Path | None) -> ModelConfig:

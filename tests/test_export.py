@@ -165,6 +165,12 @@ def test_a_damaged_checkpoint_is_passed_over_or_refused(tiny, tmp_path):
     assert "step_000001" in export(tmp_path / "run", tmp_path / "out")
     with pytest.raises(ConfigError, match="step_000002: adapter_model.safetensors has changed"):
         export(newest, tmp_path / "other")
+    (newest.parent / "step_000001" / "digests.json").unlink()  # nor one of an older version, unless it is named
+    with pytest.raises(
+        ConfigError, match=r"no checkpoint is whole \(step_000002: .* has changed.*step_000001: digests"
+    ):
+        export(tmp_path / "run", tmp_path / "other")
+    assert "step_000001" in export(newest.parent / "step_000001", tmp_path / "other")
 
 
 def test_on_the_command_line(run, tmp_path):
