@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from spiral_fast.config import Config, ConfigError, load_config
-from spiral_fast.record import writers as package
-from spiral_fast.record.writers import Writers
+from spiral_fast.record.writers import writers as module
+from spiral_fast.record.writers.writers import Writers
 from tests.record.run_of_three_steps import config_of
 
 FIRST = {"loss": 0.5, "reward/search": 0.25, "problems/live": 3, "grad/norm": float("nan"), "skipped": None}
@@ -108,7 +108,7 @@ def test_one_that_does_not_start_refuses_a_new_run_and_not_a_resumed_one(tmp_pat
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
 def test_a_missing_package_is_named_with_its_command(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(package.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=rf"^record.writers: '{name}' needs the package {name}X?; run: pip install "):
         Writers(tmp_path, config(tmp_path, name), silent)
     Writers(tmp_path, config(tmp_path), silent).scalars(1, FIRST)  # nothing is needed for no writer

@@ -8,7 +8,7 @@ from pathlib import Path
 import wandb
 
 from spiral_fast.config import Config
-from spiral_fast.record.writers import kept_name
+from spiral_fast.record.writers.writers import kept_name
 
 
 class Wandb:
