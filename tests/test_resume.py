@@ -25,7 +25,7 @@ OVERRIDES = [
     "batch={live_problems: 3, round_problems: 2, max_rounds: 3}",
     "problems.train_size=11",  # the data end within the run
     "evaluate.every=2",
-    "record.checkpoint_every=4",
+    "record={save_every: 1, checkpoint_every: 4}",
     "warm_start={steps: 2, search_examples: 2, aggregation_examples: 1}",
 ]
 
@@ -170,6 +170,23 @@ def test_a_damaged_checkpoint_costs_a_step_and_changes_nothing(crashes, whole, t
     assert "checkpoint step_000003 is passed over: optimizer.safetensors has changed" in log
     assert f"resumed from {run / 'checkpoints' / 'step_000002'}" in log
     assert_same(run, whole)
+
+
+def test_with_saves_few_and_far_between_more_is_made_again(crashes, whole, tmp_path):
+    """From step 5 back to step 3: the checkpoint of the evaluated step 4 is damaged, its evaluation made again."""
+    run, rarely = tmp_path / "run", ["record={save_every: 3, checkpoint_every: 4}"]
+    crashes.run(
+        run, kill={"at": "spiral_fast.record.recorder:Recorder.metrics", "call": 5, "when": "after"}, overrides=rarely
+    )
+    assert (run / "eval_step_000004.json").exists()
+    (run / "checkpoints" / "step_000004" / "run.json").unlink()
+    status, _ = crashes.run(run, resume=True, overrides=rarely)
+    assert status == 0 and f"resumed from {run / 'checkpoints' / 'step_000003'}" in Path(f"{run}.log").read_text()
+    ours, theirs = contents(run), contents(whole)
+    shared = {name for name in theirs if "/" not in name or name.startswith("step_000006/")}
+    assert shared <= ours.keys()
+    for name in shared:
+        assert ours[name] == theirs[name], name
 
 
 @pytest.mark.parametrize(
