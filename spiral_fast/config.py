@@ -405,6 +405,9 @@ def refusals(config: Config) -> list[str]:
         if limit >= rollout.search_max_new_tokens:
             why = f"must be below rollout.search_max_new_tokens ({rollout.search_max_new_tokens}), measured anyway"
             refuse("evaluate.lengths", limit, why)
+    writers = config.record.writers
+    if len(writers) > len(set(writers)):
+        refuse("record.writers", writers, "a writer is named twice")
     return found
 
 

@@ -1,5 +1,5 @@
-"""A run on wandb, or in RUN/wandb with WANDB_MODE=offline. A resumed run goes on with it; a step made twice may show its
-first values."""
+"""A run on wandb, or in RUN/wandb with WANDB_MODE=offline. A resumed run goes on with it; a step made twice may show
+its first values."""
 
 from __future__ import annotations
 
