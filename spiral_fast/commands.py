@@ -28,6 +28,10 @@ Train SPIRAL (arXiv 2606.23595): reinforcement learning of search and aggregatio
 
     spiral-fast eval configs/demo.yaml --adapter runs/demo/checkpoints/step_000160
 
+    spiral-fast compare base=base.json spiral=spiral.json    evaluations over each other
+
+    spiral-fast cross configs/demo.yaml --search base --search spiral=S --aggregation spiral=S
+
     spiral-fast report runs/demo                     write its report again
 
     spiral-fast prepare configs/prepare_polaris.yaml --out data/polaris

@@ -66,7 +66,7 @@ def identity(config: Config, adapters: dict[str, str | None], problems: Sequence
         "adapter": {label: adapter_digest(folder) for label, folder in adapters.items()},
         "problems": digest(problems),
         "rollout": whole["rollout"],
-        "reward": {"kind": config.reward.kind},
+        "reward": {key: whole["reward"][key] for key in ("kind", "function", "correct_at")},
         "evaluate": evaluate,
     }
 

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from typer.testing import CliRunner
 
+from spiral_fast.commands import app
 from spiral_fast.config import ConfigError, load_config
 from spiral_fast.evaluate.store import SCHEMA, Store, adapter_digest, chunks, identity, read_chunk
 from spiral_fast.evaluate_command import WHOLE, Shard, evaluate_adapter, parse_shard
@@ -194,3 +196,21 @@ def test_shards_are_parsed():
     for text in ("0/2", "3/2", "1", "1/", "a/2", "-1/2", "1/2/3"):
         with pytest.raises(ConfigError, match="--shard: .* is not of the form i/n"):
             parse_shard(text)
+
+
+def test_interrupt_says_how_to_go_on(monkeypatch, tmp_path):
+    import spiral_fast.evaluate_command
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(spiral_fast.evaluate_command, "evaluate_adapter", interrupted)
+    result = CliRunner().invoke(app, ["eval", "configs/demo.yaml", "--out", str(tmp_path / "eval.json")])
+    assert result.exit_code == 130 and "go on with --resume" in result.stderr
+
+
+def test_help_shows_examples():
+    for command in ("eval", "compare", "cross"):
+        result = CliRunner().invoke(app, [command, "--help"])
+        assert result.exit_code == 0 and f"spiral-fast {command} " in result.output
+        assert f"spiral-fast {command} " in CliRunner().invoke(app, ["--help"]).output
