@@ -13,8 +13,6 @@ from spiral_fast.problems.rows import BadRow, Fields, Row, UniqueIds, number, pr
 from spiral_fast.problems.same_text import normalised
 from spiral_fast.trace import Problem
 
-CHUNK = 256  # answers graded between two reports of progress
-
 
 def kept_rows(rows: Iterable[Row], fields: Fields, filters: FiltersConfig, counts: Counter[str]) -> list[Problem]:
     """The rows that are problems and meet the conditions on fields. Every row taken out is counted by its reason.
@@ -73,16 +71,14 @@ def gradable(
     from spiral_fast.rewards import make_grader
 
     kept = []
-    with make_grader(config) as grader:
-        for start in range(0, len(problems), CHUNK):
-            chunk = problems[start : start + CHUNK]
-            items = [(problem, f"\\boxed{{{problem.answer}}}", "stop") for problem in chunk]
-            for problem, verdict in zip(chunk, grader.grade(items), strict=True):
-                if verdict.verdict == "correct":
-                    kept.append(problem)
-                else:
-                    counts["taken out: the reward does not accept the reference answer"] += 1
-            progress(min(start + CHUNK, len(problems)), len(problems))
+    with make_grader(config) as grader:  # all held at once: equal answers are graded once
+        verdicts = [grader.submit(problem, f"\\boxed{{{problem.answer}}}", "stop") for problem in problems]
+        for done, (problem, verdict) in enumerate(zip(problems, verdicts, strict=True), start=1):
+            if verdict.result().verdict == "correct":
+                kept.append(problem)
+            else:
+                counts["taken out: the reward does not accept the reference answer"] += 1
+            progress(done, len(problems))
     return kept
 
 

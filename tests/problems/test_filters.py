@@ -111,7 +111,7 @@ def test_answers_that_the_reward_cannot_read():
     }
     assert all((answer in stay) is wanted for answer, wanted in answers.items() if wanted is not None)
     assert counts == {"taken out: the reward does not accept the reference answer": len(answers) - len(stay)}
-    assert seen == [(len(answers), len(answers))]
+    assert seen == [(done, len(answers)) for done in range(1, len(answers) + 1)]
 
 
 def test_the_filters_of_a_file_run_in_turn(tmp_path):
