@@ -26,6 +26,8 @@ class Verdict(NamedTuple):
 class Grader:
     """A context manager, usable from any thread; leaving it gives up the gradings in hand and ends every process."""
 
+    restarts = 0  # grading processes that had to be replaced
+
     def __enter__(self) -> Grader:
         return self
 

@@ -41,7 +41,7 @@ class GradingProcess:
             try:
                 self._spawn()
                 first = self._exchange(self.task, START_S)
-            except (_Died, TimeoutError):
+            except (_Died, TimeoutError, OSError):  # OSError: no more processes or memory at the moment
                 self.stop()
                 if self._ended:
                     raise RuntimeError("the grader was closed") from None
@@ -81,8 +81,6 @@ class GradingProcess:
         Raises RuntimeError after `end`, and what `start` raises.
         """
         for _ in range(2):  # a process that is gone may not be this request's fault; a second one is
-            if self.process.poll() is not None:
-                self._restart()
             self._number += 1
             try:
                 reply = self._exchange([self._number, request], self.config.timeout_s)

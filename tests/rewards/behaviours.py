@@ -120,6 +120,8 @@ def children(generations, each, record, then):
         time.sleep(0.01)
     if then == "hang":
         time.sleep(600)
+    if then == "crash":
+        crash()
     return 1.0
 
 
