@@ -11,7 +11,7 @@ from spiral_fast.trace import Problem, ProblemRollout, Trace
 
 
 class Grading:
-    """`submit` each trace when it is complete (`on_trace` of `roll_out`), `finish` when all are.
+    """Within it, `submit` each trace when it is complete (`on_trace` of `roll_out`), `finish` when all are.
 
     The result depends neither on when nor on whether a trace was submitted: `finish` grades what is left.
     """
@@ -38,8 +38,11 @@ class Grading:
         check_finite(items, verdicts)
         check_ungradable(items, verdicts, self.config)
 
-    def abandon(self) -> None:
-        """Forget what was submitted; what has not begun is never graded."""
+    def __enter__(self) -> Grading:
+        return self
+
+    def __exit__(self, *_) -> None:
+        """Forget what was submitted and not finished; what has not begun is never graded."""
         for verdict in self._verdicts:
             verdict.cancel()
         self._verdicts = []

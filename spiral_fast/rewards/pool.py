@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from weakref import WeakValueDictionary
 
 from spiral_fast.config import RewardConfig
+from spiral_fast.interrupts import interrupts_held
 from spiral_fast.rewards.grader import CORRECT, COULD_NOT_GRADE, WRONG, Grader, Verdict
 from spiral_fast.rewards.process import GradingProcess
 
@@ -47,12 +48,13 @@ class PoolGrader(Grader):
         return self
 
     def __exit__(self, *_) -> None:
-        for process in self._processes:
-            process.end()
-        self._threads.shutdown(cancel_futures=True)
-        for process in self._processes:
-            process.stop()
-        self._threads = None
+        with interrupts_held():  # a second Ctrl-C: until this is done the threads would wait for their answers
+            for process in self._processes:
+                process.end()
+            self._threads.shutdown(cancel_futures=True)
+            for process in self._processes:
+                process.stop()
+            self._threads = None
 
     def _submit(self, key: Hashable, request: list, answer: str | None) -> Future[Verdict]:
         """The verdict on `request`, sent to a process once for each `key` that is held.

@@ -129,17 +129,17 @@ def test_an_exception_in_a_grading_thread_reaches_finish():
             grading.finish(rollouts)
 
 
-def test_what_is_abandoned_before_it_begins_is_never_graded_and_can_be_asked_for_again():
+def test_what_is_left_before_it_begins_is_never_graded_and_can_be_asked_for_again():
     (rollout,) = rollouts_of({"a": ["7", "8", "9"]})
     go, asked = threading.Event(), []
     with FunctionGrader(config_of(workers=1).reward, SEVEN) as grader:
         (process,) = grader._processes
         ask = process.ask
         process.ask = lambda request: go.wait(60) and (asked.append(request[2]) or ask(request))
-        grading = Grading(grader, config_of())
-        for trace in rollout.traces():
-            grading.submit(rollout.problem, trace)
-        grading.abandon()
+        with pytest.raises(FloatingPointError), Grading(grader, config_of()) as grading:
+            for trace in rollout.traces():
+                grading.submit(rollout.problem, trace)
+            raise FloatingPointError("the engine failed")
         go.set()
         assert grader.submit(rollout.problem, "\\boxed{5}", "stop").result().reward == 0.0
         assert set(asked) <= {"\\boxed{7}", "\\boxed{5}"}

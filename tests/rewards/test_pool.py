@@ -235,11 +235,13 @@ def test_processes_end_with_a_killed_trainer(behaviour):
     assert len(gone) == 2
 
 
-@pytest.mark.parametrize("behaviour", ["slow", "one_long_c_call"])
-def test_ctrl_c_does_not_wait_for_the_answers_in_hand(behaviour):
+@pytest.mark.parametrize(("behaviour", "times"), [("slow", 1), ("one_long_c_call", 1), ("slow", 2)])
+def test_ctrl_c_does_not_wait_for_the_answers_in_hand(behaviour, times):
     parent, processes = trainer(behaviour, 600)
     time.sleep(1)
-    parent.send_signal(signal.SIGINT)
+    for _ in range(times):
+        parent.send_signal(signal.SIGINT)
+        time.sleep(0.002)
     try:
         _, printed = parent.communicate(timeout=60)  # against 600 s an answer
     finally:
