@@ -175,7 +175,8 @@ class CreditConfig(Section):
     )
     diversity: str = Field(
         "distinct_answers",
-        description="poly_epo: d of a set; distinct_answers = their number / set size, or a function's dotted name",
+        description="poly_epo: d of a set; distinct_answers = their number / set size, `my_module.my_diversity` or "
+        "`path/to/file.py:my_diversity`",
     )
     search_target_length: PositiveInt | None = Field(
         None, description="L_target of search traces, tokens: positive credit above it becomes 0; none = off"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from fractions import Fraction
 from math import isfinite
 from numbers import Rational, Real
-from pathlib import Path
 
+from spiral_fast.by_name import CannotLoad, find_function
 from spiral_fast.config import ConfigError
 from spiral_fast.trace import ProblemRollout
 
@@ -24,18 +22,13 @@ def distinct_answers(answers: list[str | None], texts: list[str]) -> Fraction:
 
 
 def load_diversity(name: str) -> Diversity:
-    """`distinct_answers`, or the function of a dotted name. Raises ConfigError for one that cannot be loaded."""
+    """`distinct_answers`, or a function of the user's. Raises ConfigError for one that cannot be loaded."""
     if name == "distinct_answers":
         return distinct_answers
-    module, _, attribute = name.rpartition(".")
-    sys.path.insert(0, str(Path.cwd()))  # a module of the user's, as `python -m` finds it
     try:
-        function = getattr(importlib.import_module(module), attribute) if module else None
-    except Exception as error:  # whatever the user's module raises
-        raise ConfigError(f"credit.diversity: {name!r} cannot be loaded: {error}") from None
-    if not callable(function):
-        raise ConfigError(f"credit.diversity: {name!r} is no function; use distinct_answers or package.module.function")
-    return function
+        return find_function(name, ("answers", "texts"))
+    except CannotLoad as error:
+        raise ConfigError(f"credit.diversity: {name!r} cannot be used: {error}") from None
 
 
 def set_diversities(rollout: ProblemRollout, diversity: Diversity) -> list[Rational | float]:

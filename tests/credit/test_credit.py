@@ -182,7 +182,7 @@ def test_poly_epo_reads_rewards_and_answers_of_the_search_traces():
 
 
 def test_a_diversity_that_cannot_be_loaded_is_refused_before_the_first_problem():
-    with pytest.raises(ConfigError, match="credit.diversity: 'no.such.d' cannot be loaded"):
+    with pytest.raises(ConfigError, match="credit.diversity: 'no.such.d' cannot be used"):
         credit_of(make_config(algorithm="poly_epo", diversity="no.such.d"))
 
 

@@ -46,7 +46,7 @@ def test_each_set_is_given_its_own_answers_and_texts():
 
 @pytest.mark.parametrize(
     "name",
-    ["distinct", "no_such_module.d", "math.no_such_function", "math.pi", "", ".", "a..b", ".a.b"],
+    ["distinct", "math.gcd.d", "no_such_module.d", "math.no_such_function", "math.pi", "", ".", "a..b", "no_file.py:d"],
 )
 def test_a_name_that_is_no_function_is_one_line(name):
     with pytest.raises(ConfigError, match="^credit.diversity: ") as error:

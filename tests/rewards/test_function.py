@@ -173,7 +173,7 @@ def test_data_that_cannot_travel_names_the_problem():
         ("mime.length", "there is no module 'mime'; did you mean "),
         ("my_package.mime.length", "there is no module 'my_package.mime'; did you mean my_package.mine?"),
         ("mime.py:length", "mime.py: no such file; did you mean mine.py?"),
-        ("length", "'length' names no function; write my_module.my_reward or path/to/file.py:my_reward"),
+        ("length", "'length' names no function; write my_module.my_function or path/to/file.py:my_function"),
         ("mine.NUMBER", "mine.NUMBER is a int, not a function"),
         (
             "mine.short",

@@ -18,8 +18,9 @@ import socket
 import sys
 from collections.abc import Callable
 
+from spiral_fast.by_name import CannotLoad, first_line
 from spiral_fast.rewards.child import limits
-from spiral_fast.rewards.child.function import CannotLoad, first_line, load_function
+from spiral_fast.rewards.child.function import load_function
 from spiral_fast.rewards.child.math_answer import math_reward
 
 
