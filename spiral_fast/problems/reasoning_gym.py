@@ -30,10 +30,14 @@ RUN_THE_ANSWER = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "strin
 PARSE_THE_ANSWER = frozenset(
     {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
 )
-# Tasks that iterate over sets of text: the same seed gives another problem in each process.
-NOT_REPRODUCIBLE = frozenset({"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note"})
+# Tasks that iterate over sets of text, or draw from the random numbers of the whole process.
+NOT_REPRODUCIBLE = frozenset(
+    {"isomorphic_strings", "knight_swap", "list_functions", "polynomial_multiplication", "ransom_note"}
+)
+NOT_THE_SAME = "problems.task: {!r} cannot be used: one seed does not always give the same problems; use another task"
 FUNCTIONS = frozenset("sin cos tan sec csc cot asin acos atan sinh cosh tanh exp log ln sqrt Abs".split())
 ARITHMETIC = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.expr_context)
+FEWEST = 100  # problems in a round
 FEWEST_NEW = 0.02  # share of a round's problems that must be new; below, the task is taken to be exhausted
 
 
@@ -61,7 +65,7 @@ def generated(problems: ProblemsConfig, seed: int) -> tuple[list[Problem], list[
             found.append(problem)
             if len(found) == size:
                 break
-    _check_winnable(problems.task, sets["eval"][0])
+    _check_winnable(problems.task, sets["eval"][-1])
     return sets["train"], sets["eval"], passed_over
 
 
@@ -72,10 +76,14 @@ def check(
     boxed = last_box(completion)
     if not boxed:
         return 0.0, None
-    entry = _dataset(data["task"], json.dumps(data["settings"]), data["seed"], data["size"])[data["index"]]
+    entry = _again(data)
     if entry["question"] != question:
         raise RuntimeError(f"{data['task']} generates another problem in this process")
     return float(_scores(data, entry, boxed)), boxed
+
+
+def _again(data: dict[str, Any]) -> dict[str, Any]:
+    return _dataset(data["task"], json.dumps(data["settings"]), data["seed"], data["size"])[data["index"]]
 
 
 def _scores(data: dict[str, Any], entry: dict[str, Any], answer: str) -> bool:
@@ -123,7 +131,7 @@ def _stream(
 ) -> Iterator[tuple[Problem | None, bool]]:
     """(problem, False), (None, False) for one that was there before, and (None, True) when hardly any is new."""
     settings = problems.task_settings
-    round = 0
+    size, round = max(size, FEWEST), 0
     while True:
         of_round = int.from_bytes(hashlib.sha256(f"{split}/{seed}/{round}".encode()).digest()[:4], "big") >> 1
         dataset = _create(problems.task, settings, of_round, size)
@@ -180,13 +188,13 @@ def _check_task(task: str) -> None:
         hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(sorted(DATASETS))}"
         raise ConfigError(f"problems.task: {task!r} is no task of reasoning-gym; {hint}")
     if task in NOT_REPRODUCIBLE:
-        raise ConfigError(
-            f"problems.task: {task!r} cannot be used: one seed gives other problems in each process; use another task"
-        )
+        raise ConfigError(NOT_THE_SAME.format(task))
 
 
 def _check_winnable(task: str, problem: Problem) -> None:
     """A reference answer that the scorer does not accept once it is boxed makes every reward 0."""
+    if _again(problem.data)["question"] != problem.question:  # it depends on what was generated before
+        raise ConfigError(NOT_THE_SAME.format(task))
     if problem.answer and check(problem.question, "", f"\\boxed{{{problem.answer}}}", "stop", problem.data)[0] != 1:
         raise ConfigError(
             f"problems.task: {task!r} cannot be used: its scorer does not accept its own answer "
