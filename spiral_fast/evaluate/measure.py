@@ -29,7 +29,8 @@ class Measured:
     steps: list[list[dict[str, float]]]  # [shape][step - 1] the same over the aggregations
     costs: list[Cost]
     candidates: list[list[np.ndarray]]  # [shape][step - 1] `candidate_counts`
-    ungradable: list[str]  # a reason for each trace that could not be graded
+    gradings: int  # of traces, whole and cut
+    ungradable: list[str]  # a reason for each grading that failed
 
 
 def measure(samples: ProblemSamples, config: Config) -> Measured:
@@ -71,7 +72,13 @@ def measure(samples: ProblemSamples, config: Config) -> Measured:
             ]
             for shape, steps in zip(settings.rsa_shapes, populations, strict=True)
         ],
-        ungradable=[sample.reason for sample in everything if sample.verdict == COULD_NOT_GRADE],
+        gradings=sum(1 + len(sample.at_limit) for sample in everything),
+        ungradable=[
+            sample.reason or f"cut at one of evaluate.lengths {settings.lengths}"
+            for sample in everything
+            for verdict in (sample.verdict, *sample.at_limit)
+            if verdict == COULD_NOT_GRADE
+        ],
     )
 
 

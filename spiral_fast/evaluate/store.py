@@ -100,7 +100,9 @@ class Store:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Within, no other process on this folder is inside such a block."""
-        with writing(self.folder), (self.folder / ".lock").open("a") as lock:
+        with writing(self.folder):
+            lock = (self.folder / ".lock").open("a")
+        with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX)
             except OSError:  # a file system without locks

@@ -129,9 +129,7 @@ def _budget(
 def _check(measured: Sequence[Measured], config: Config) -> None:
     items, verdicts = [], []
     for one in measured:
-        traces = int(one.search["traces"] + sum(stage["traces"] for steps in one.steps for stage in steps))
-        reasons = one.ungradable
-        items += [(one.problem, "", "")] * traces
-        verdicts += [Verdict(0.0, COULD_NOT_GRADE, None, reason) for reason in reasons]
-        verdicts += [Verdict(0.0, CORRECT, None)] * (traces - len(reasons))
+        items += [(one.problem, "", "")] * one.gradings
+        verdicts += [Verdict(0.0, COULD_NOT_GRADE, None, reason) for reason in one.ungradable]
+        verdicts += [Verdict(0.0, CORRECT, None)] * (one.gradings - len(one.ungradable))
     check_ungradable(items, verdicts, config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from spiral_fast.evaluate.plots import figures
 from spiral_fast.evaluate.rsa import rsa_sets
 from spiral_fast.evaluate.table import table
 from spiral_fast.rewards.exact import ExactGrader
+from spiral_fast.rewards.grader import TooManyUngradable, Verdict
 from spiral_fast.rollout.engine import PromptTooLong, request_seed
 from spiral_fast.trace import TraceKey
 from tests.evaluate.max_game import SILENT, MaxEngine, MaxPrompts, guess, make_problem
@@ -186,3 +188,24 @@ def test_result_is_json_and_is_drawn(tmp_path):
     text = console.export_text()
     low, high = other["intervals"]["rsa"][1]
     assert f"{other['rsa'][1]:.3f} [{low:.3f}, {high:.3f}]" in text and "majority@5" in text
+
+
+@pytest.mark.parametrize("only_cut", [False, True])
+def test_too_many_answers_that_cannot_be_graded(only_cut):
+    """All of problem d3 fail: a quarter of the gradings, of the whole traces or of those cut at a limit."""
+
+    class Failing(ExactGrader):
+        def submit(self, problem, text, finish_reason):
+            verdict = super().submit(problem, text, finish_reason)
+            if problem.id == "d3" and (finish_reason == "length" or not only_cut):
+                verdict = Future()
+                verdict.set_result(Verdict(0.0, "could_not_grade", "1", "no time"))
+            return verdict
+
+    config = make_config(lengths=[1], rsa={"steps": 1})
+    with pytest.raises(TooManyUngradable, match=r"problems 'd3' \((no time|cut at one of evaluate.lengths \[1\])\)"):
+        evaluate(config, MaxEngine(), MaxPrompts(), Failing(), PROBLEMS, step=0)
+    lenient = config.model_copy(update={"reward": config.reward.model_copy(update={"max_ungradable": 0.25})})
+    result = evaluate(lenient, MaxEngine(), MaxPrompts(), Failing(), PROBLEMS, step=0)
+    share = result["stages"][0]["could_not_grade_share"]
+    assert share == (0 if only_cut else 0.25) and result["per_problem"][1]["lengths"]["1"] == 0
