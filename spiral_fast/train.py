@@ -36,17 +36,13 @@ def train(config: Config, *, resume: bool = False) -> Path:
     `learner.max_skipped_steps` steps in a row whose numbers were not finite.
     """
     parts = set_up(config)
-    prompts, problems, batch_size = parts.prompts, parts.problems, config.batch.live_problems
+    prompts, problems = parts.prompts, parts.problems
     learner = Learner(config, parts.loaded)
     engine = make_engine(config, parts.loaded)
     credit = credit_of(config)
     order = Draws(len(problems.train), config.seed, config.problems.shuffle)
     run = Path(config.run_dir)
-    with (
-        sigterm_raises(),
-        make_grader(config) as grader,
-        Recorder(run, config, resume=resume) as record,
-    ):
+    with sigterm_raises(), make_grader(config) as grader, Recorder(run, config, resume=resume) as record:
         checkpoints = Checkpoints(run / "checkpoints", config.record, digest(problems.train), record.console.line)
         at = saved = None  # positions between two steps: where the run stands, and that of the newest checkpoint
 
@@ -69,9 +65,9 @@ def train(config: Config, *, resume: bool = False) -> Path:
 
         def measure(label: str) -> None:
             engine.set_policy(learner.policy_version)  # an empty cache before and after: a resumed run has no other
-            on_progress, timer = record.progress(f"evaluate {label}"), Stopwatch()
+            timer, progress = Stopwatch(), record.progress(f"evaluate {label}")
             with learner.rollout_weights():
-                result = evaluate(config, engine, prompts, grader, problems.eval, step=at.step, progress=on_progress)
+                result = evaluate(config, engine, prompts, grader, problems.eval, step=at.step, progress=progress)
             engine.set_policy(learner.policy_version)
             record.evaluation(label, result | timer.metrics())
             checkpoints.mark_best(record.best())
@@ -106,8 +102,8 @@ def train(config: Config, *, resume: bool = False) -> Path:
                         batch,
                         iter(draw, None),
                         score,
-                        live_problems=batch_size,
-                        round_problems=config.batch.round_problems or batch_size,
+                        live_problems=config.batch.live_problems,
+                        round_problems=config.batch.round_problems or config.batch.live_problems,
                         max_rounds=config.batch.max_rounds,
                     )
                     engine.set_policy(learner.policy_version)  # frees the cache for the learner
@@ -127,7 +123,7 @@ def train(config: Config, *, resume: bool = False) -> Path:
                     record.traces(here.step + 1, batch.drawn())
                     record.metrics(here.step + 1, metrics | watch.metrics() | memory_metrics())
                     at = Position(here.step + 1, next_draw, here.failed_in_a_row + 1 if failed else 0)
-                if at.step % config.record.save_every == 0 or at.step == config.learner.steps:
+                if at.step % config.record.save_every == 0:
                     save()
                 stop_when_numbers_fail(at, stats, failed, config)
         finally:
