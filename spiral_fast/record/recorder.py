@@ -27,11 +27,13 @@ from spiral_fast.record.files import (
 )
 from spiral_fast.record.headline import headline
 from spiral_fast.record.trace_store import write_traces
+from spiral_fast.record.writers.writers import Writers
 from spiral_fast.trace import ProblemRollout
 
 
 class Recorder:
-    """Writes config.yaml, environment.json, metrics.jsonl, traces/ and eval_<label>.json, and speaks to the console.
+    """Writes config.yaml, environment.json, metrics.jsonl, traces/ and eval_<label>.json, hands the numbers on to the
+    writers of the config, and speaks to the console.
 
     A context manager. With `resume` it goes on with the run that `run_dir` holds: call `rewind` first. Raises
     ConfigError when `run_dir` already holds a run (or, with `resume`, none) or another process writes one there, and
@@ -55,6 +57,7 @@ class Recorder:
         with written_aside(self.run_dir / "config.yaml") as aside:
             aside.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         self._environment(resume)
+        self.writers = Writers(self.run_dir, config, self.console.line, resume=resume)
 
     def __enter__(self) -> Recorder:
         self.console.__enter__()
@@ -70,6 +73,7 @@ class Recorder:
             self._metrics.write(json.dumps({"step": step} | finite(metrics)) + "\n")
             self._metrics.flush()
             os.fsync(self._metrics.fileno())  # a checkpoint on disk is never ahead of it
+        self.writers.scalars(step, metrics)
         self.console.line(step_line(step, self.config.learner.steps, metrics))
         limit = self.config.record.logp_gap_warning
         if metrics.get("logp_gap/mean", 0.0) > limit:
@@ -80,10 +84,12 @@ class Recorder:
 
     def traces(self, step: int, rollouts: Iterable[ProblemRollout]) -> None:
         if self.config.record.traces:
-            write_traces(self.run_dir / "traces", step, rollouts)
+            write_traces(self.run_dir / "traces", step, rollouts, self.config.batch.live_problems)
 
     def evaluation(self, label: str, result: dict[str, Any]) -> None:
         write_json(self.run_dir / f"eval_{label}.json", result)
+        numbers = headline(result) | {name: result[name] for name in ("distinct_answers", "search_entropy")}
+        self.writers.scalars(result["step"], {f"evaluation/{name}": value for name, value in numbers.items()})
         self.console.line(evaluation_line(label, result))
 
     def progress(self, phase: str) -> Callable[[int, int], None]:
@@ -91,6 +97,7 @@ class Recorder:
         return self.console.progress(phase)
 
     def close(self) -> None:
+        self.writers.close()
         self.console.__exit__()
         with writing(self.run_dir / "metrics.jsonl"):
             self._metrics.close()
@@ -104,6 +111,7 @@ class Recorder:
         end = max((end for of, end in self._lines() if of <= step), default=0)
         with writing(self.run_dir / "metrics.jsonl"):
             os.ftruncate(self._metrics.fileno(), end)
+        self.writers.rewind(step)
         for aside in self.run_dir.glob("**/.*.tmp"):  # left by a killed process
             aside.unlink()
         for file in self.run_dir.glob("traces/step_*.parquet"):

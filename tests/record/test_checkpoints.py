@@ -130,6 +130,15 @@ def test_kept_are_the_last_ones_every_nth_and_the_best(tmp_path):
     assert json.loads((tmp_path / "best.json").read_text())["step"] == 5
 
 
+def test_a_streak_of_failed_steps_pushes_no_good_checkpoint_out(tmp_path):
+    checkpoints, _, learner = made(tmp_path, 3, keep_last=2)
+    for failed in (1, 2, 3):
+        checkpoints.save(Position(3 + failed, 0, failed), learner)
+        assert names(tmp_path)[-3:] == [f"step_{step:06d}" for step in (2, 3, 3 + failed)]
+    checkpoints.save(Position(7, 0, 0), learner)
+    assert names(tmp_path)[-2:] == ["step_000006", "step_000007"] and "step_000003" not in names(tmp_path)
+
+
 def test_what_a_killed_process_left_aside_goes(tmp_path):
     (tmp_path / ".step_000002.aside").mkdir(parents=True)
     (tmp_path / ".step_000002.aside" / "junk").touch()

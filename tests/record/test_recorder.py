@@ -29,6 +29,7 @@ def test_files_of_a_run(tmp_path):
         "eval_after.json",
         "eval_before.json",
         "metrics.jsonl",
+        "tensorboard",
         "traces",
     ]
 

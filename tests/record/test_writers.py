@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from spiral_fast.config import Config, ConfigError, load_config
+from spiral_fast.record.recorder import Recorder
 from spiral_fast.record.writers import writers as module
 from spiral_fast.record.writers.writers import Writers
-from tests.record.run_of_three_steps import config_of
+from tests.record.run_of_three_steps import config_of, make_run, metrics, quiet
 
 FIRST = {"loss": 0.5, "reward/search": 0.25, "problems/live": 3, "grad/norm": float("nan"), "skipped": None}
 
@@ -193,3 +194,31 @@ def test_trackio_goes_on_with_the_same_run(tmp_path):
         (4, 3.0),
         (5, 3.5),
     ]
+
+
+def test_the_recorder_hands_on_steps_and_evaluations(tmp_path):
+    run = make_run(tmp_path / "run")
+    found = tensorboard_scalars(run / "tensorboard")
+    assert found["evaluation/pass@4"].keys() == {0} and found["evaluation/RSA step 1"][0] == pytest.approx(0.6)
+    assert found["reward/aggregation"] == pytest.approx({1: 0.2, 2: 0.4, 3: 0.6})
+    assert "skipped" not in found and "grad/norm_search" not in found
+
+
+def test_a_resumed_run_takes_back_what_it_makes_again(tmp_path):
+    run = make_run(tmp_path / "run", finished=False)
+    with Recorder(run, config_of(run), quiet()[0], resume=True) as record:
+        record.rewind(1)
+        record.metrics(2, metrics(2) | {"grad/norm": 8.0})
+    assert tensorboard_scalars(run / "tensorboard")["grad/norm"] == {1: 0.5, 2: 8.0}
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["grad/norm"]) for row in rows] == [(1, 0.5), (2, 8.0)]
+
+
+def test_a_failing_writer_does_not_stop_the_recorder(tmp_path):
+    console, text = quiet()
+    with Recorder(tmp_path, config_of(tmp_path), console) as record:
+        record.writers.writers["tensorboard"].events.close()
+        for step in (1, 2):
+            record.metrics(step, metrics(step))
+    assert text.getvalue().count("warning: tensorboard failed") == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
