@@ -135,6 +135,7 @@ def train(
     """
     overrides = overrides or []
     from spiral_fast.record.files import refuse_other_run, refuse_unwritable
+    from spiral_fast.record.writers.writers import refuse_missing_writers
 
     if resume is not None:
         if replay is not None:
@@ -149,6 +150,7 @@ def train(
     else:
         settings = load_config(config, overrides)
     refuse_unwritable("run_dir", Path(settings.run_dir))  # before the model is loaded
+    refuse_missing_writers(settings)
     if resume is None:
         refuse_other_run(settings.run_dir)
     try:
