@@ -16,6 +16,7 @@ from spiral_fast.commands import app
 from spiral_fast.config import Config, load_config
 from spiral_fast.learner.learner import Learner, Row
 from spiral_fast.problems import Draws
+from spiral_fast.record.report import write_report
 from spiral_fast.rollout.radix.engine import RadixEngine
 from spiral_fast.set_up import set_up
 from spiral_fast.train import train
@@ -25,10 +26,16 @@ BATCH = [
     "batch.live_problems=3",
     "batch.max_rounds=1",
     "record.save_every=1",
-    "record.keep_last=9",
+    "record.checkpoint_every=1",
     "learner.steps=3",
     "evaluate.samples=4",
 ]
+
+
+@pytest.fixture(autouse=True)
+def no_report(monkeypatch):
+    """Most of the time of a run this small is its report; two tests write it themselves."""
+    monkeypatch.setattr(train_module, "write_report", lambda run: None)
 
 
 def run_config(folder: Path, *overrides: str) -> Config:
@@ -110,6 +117,7 @@ def test_the_step_is_skipped_and_recorded_and_the_next_one_is_made(tmp_path, mon
     blamed = metrics(run)[1]["skipped_problems"]
     if kind == "reported log-prob":
         assert blamed == [fault.engine_problem]
+        assert blamed[0] in write_report(run).read_text()
     elif kind != "logits":  # of those nothing of the round is left
         assert blamed == list(dict.fromkeys(row["problem"] for row in traces(run, 2) if row["outcome"] == "live"))
 
@@ -191,6 +199,17 @@ def test_a_good_step_ends_the_streak(tmp_path, monkeypatch):
     check_skipped(run, {2, 3, 5, 6}, KINDS["gradient"])
 
 
+def test_weights_that_an_update_makes_diverge(tmp_path):
+    """Every number of that update is finite; the next rollout finds out; the checkpoint before it is still there."""
+    changes = ["learner.learning_rate=1e25", "learner.warmup_steps=0", "learner.steps=9", "record.checkpoint_every=50"]
+    run = tmp_path / "run"
+    with pytest.raises(FloatingPointError, match="step 4: .*logits are not finite under policy version 1"):
+        train(run_config(run, *changes, *reward_function(tmp_path)))
+    check = [load_file(run / "checkpoints" / f"step_{n:06d}" / "adapter_model.safetensors") for n in (0, 1, 4)]
+    largest = [max(value.abs().max().item() for value in tensors.values()) for tensors in check]
+    assert largest[0] < 1 and largest[1] == largest[2] > 1e24
+
+
 def test_a_batch_with_no_live_problem_is_no_number_that_went_wrong(tmp_path):
     """Every step is skipped, drawing goes on, and the run ends as any other."""
     config = run_config(tmp_path / "run", *reward_function(tmp_path, otherwise="0.0"), "learner.max_skipped_steps=1")
@@ -199,7 +218,7 @@ def test_a_batch_with_no_live_problem_is_no_number_that_went_wrong(tmp_path):
         assert (step["skipped"], step["skipped_problems"], step["policy_version"]) == ("no live row", [], 0)
         assert (step["problems/live"], step["problems/dead"]) == (0, 3)
     assert {row["draw"] for step in (1, 2, 3) for row in traces(run, step)} == set(range(9))
-    assert state(run, 3).keys() == state(run, 1).keys() and (run / "report.html").exists()
+    assert state(run, 3).keys() == state(run, 1).keys() and write_report(run).exists()
 
 
 def test_responses_of_one_token(tmp_path):

@@ -62,7 +62,7 @@ class Checkpoints:
                 _sync(self.folder)
             finally:
                 shutil.rmtree(aside, ignore_errors=True)
-            self._remove_old()
+            self._remove_old(position)
 
     def restore(self, learner: Learner, recorded: int) -> Position | None:
         """Put the newest whole checkpoint at or before step `recorded` into the learner and say which; damaged ones are
@@ -102,10 +102,16 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step:06d}"
 
-    def _remove_old(self) -> None:
-        """Kept: the last `keep_last`, every `checkpoint_every`-th step, and the best."""
+    def _remove_old(self, position: Position) -> None:
+        """Kept: the last `keep_last`, every `checkpoint_every`-th step, and the best.
+
+        Steps that fail one after the other have one adapter, perhaps a diverged one: of theirs only the newest is kept,
+        and it pushes none from before them out.
+        """
         folders = sorted(self.folder.glob("step_*"))
-        for folder in folders[: -self.settings.keep_last]:
+        failing = [folder for folder in folders if folder > self.path(position.step - position.failed_in_a_row)]
+        before = [folder for folder in folders if folder not in failing]
+        for folder in before[: -self.settings.keep_last] + failing[:-1]:
             step = int(folder.name.removeprefix("step_"))
             if step % self.settings.checkpoint_every and step != self.best_step:
                 gone = folder.with_name(f".{folder.name}.aside")
