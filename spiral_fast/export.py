@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from spiral_fast.config import ConfigError, ModelConfig, load_config
-from spiral_fast.record.checkpoints import DIGESTS
-from spiral_fast.record.checkpoints import _flaw as flaw
+from spiral_fast.record.checkpoints import DIGESTS, flaw_of
 from spiral_fast.record.files import writing
 
 
@@ -40,12 +39,12 @@ def export(source: Path, out: Path, *, merged: bool = False, config: Path | None
 def _checkpoint(source: Path) -> Path:
     """`source` itself, or the newest whole checkpoint of a run."""
     if (source / "adapter_model.safetensors").is_file():
-        if (source / DIGESTS).exists() and (found := flaw(source)):
+        if (source / DIGESTS).exists() and (found := flaw_of(source)):
             raise ConfigError(f"{source}: {found}; export another checkpoint")
         return source
     flaws = []
     for folder in sorted(source.glob("checkpoints/step_*"), reverse=True):
-        found = flaw(folder)
+        found = flaw_of(folder)
         if found is None:
             return folder
         flaws.append(f"{folder.name}: {found}")

@@ -71,7 +71,7 @@ class Checkpoints:
         for aside in self.folder.glob(".step_*.aside"):  # left by a killed process
             shutil.rmtree(aside)
         for folder in sorted(self.folder.glob("step_*"), reverse=True):
-            flaw = _flaw(folder)
+            flaw = flaw_of(folder)
             if flaw is None:
                 content = json.loads((folder / "run.json").read_text())
                 position = Position(**{field.name: content[field.name] for field in fields(Position)})
@@ -119,7 +119,7 @@ class Checkpoints:
                 shutil.rmtree(gone)
 
 
-def _flaw(folder: Path) -> str | None:
+def flaw_of(folder: Path) -> str | None:
     """What is wrong with a checkpoint; None if every file is as it was written."""
     try:
         expected = json.loads((folder / DIGESTS).read_text())
