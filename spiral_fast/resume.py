@@ -17,6 +17,8 @@ def resumed_config(run: Path, overrides: list[str]) -> Config:
     file = run / "config.yaml"
     if not holds_run(run) or not file.exists():
         raise ConfigError(f"--resume: {str(run)!r} holds no run (no config.yaml)")
+    if (run / "replay.json").exists():
+        raise ConfigError(f"--resume: {str(run)!r} was made with --replay and samples nothing; replay again instead")
     here = f"run_dir={str(run)!r}"
     config, before = load_config(file, [*overrides, here]), load_config(file, [here])
     for key, (value, old) in _differences(config.model_dump(), before.model_dump()).items():

@@ -6,6 +6,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -137,10 +138,10 @@ class Recorder:
         return max(found, key=lambda best: (best["value"], -best["step"]), default=None)
 
     def _evaluations(self) -> dict[str, dict[str, Any]]:
-        """By label."""
-        return {
-            file.stem.removeprefix("eval_"): json.loads(file.read_text()) for file in self.run_dir.glob("eval_*.json")
-        }
+        """The run's own, by label; a user may have put others beside them."""
+        labels = (file.stem.removeprefix("eval_") for file in sorted(self.run_dir.glob("eval_*.json")))
+        own = (label for label in labels if re.fullmatch(r"before|after|step_\d{6,}", label))
+        return {label: json.loads((self.run_dir / f"eval_{label}.json").read_text()) for label in own}
 
     def _lines(self) -> Iterator[tuple[int, int]]:
         """(step, offset of its end in bytes) of each whole line of metrics.jsonl up to the first that is not."""

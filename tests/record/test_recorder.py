@@ -123,3 +123,54 @@ def test_console_says_step_evaluation_and_warning(tmp_path):
         assert part in step
     assert "record.logp_gap_warning" in lines[3]
     assert lines[4] == "step 2/3  update skipped: no live row"
+
+
+def evaluated(folder: Path, label: str, step: int, pass_1: float, rsa: list[float]) -> None:
+    result = evaluation(pass_1) | {"step": step, "rsa": rsa}
+    write_json(folder / f"eval_{label}.json", result)
+
+
+def test_the_best_evaluation_is_the_runs_own_and_of_equals_the_first(tmp_path):
+    with Recorder(tmp_path, config_of(tmp_path), quiet()[0]) as record:
+        assert record.best() is None
+        evaluated(tmp_path, "before", 0, 0.9, [0.9, 0.1])
+        evaluated(tmp_path, "step_000002", 2, 0.2, [0.2, 0.7])
+        evaluated(tmp_path, "after", 3, 0.3, [0.3, 0.7])
+        evaluated(tmp_path, "again", 0, 1.0, [1.0, 1.0])  # of the user's
+        assert record.best() == {"step": 2, "metric": "RSA step 1", "value": 0.7}
+
+
+def test_rewinding_forgets_what_came_later_and_nothing_else(tmp_path):
+    run = make_run(tmp_path / "run")
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_bytes(b"".join(lines) + lines[2][:30])  # killed while it wrote a fourth
+    (run / "traces" / ".step_000004.parquet.tmp").touch()
+    evaluated(run, "after", 3, 0.3, [])
+    evaluated(run, "again", 9, 0.3, [])
+    with Recorder(run, config_of(run), quiet()[0], resume=True) as record:
+        assert record.recorded() == 3
+        record.rewind(2)
+        assert record.recorded() == 2
+        record.metrics(3, metrics(3))
+    assert (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)[:2] == lines[:2]
+    assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    left = sorted(file.name for file in (run / "traces").iterdir())
+    assert left == ["step_000001.parquet", "step_000002.parquet"]
+    assert (run / "eval_again.json").exists() and not (run / "eval_after.json").exists()
+
+
+def test_resuming_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"^--resume: .* holds no run"):
+        Recorder(tmp_path, config_of(tmp_path), quiet()[0], resume=True)
+
+
+def test_other_packages_than_the_run_began_with_are_named(tmp_path):
+    run = make_run(tmp_path)
+    environment = json.loads((run / "environment.json").read_text())
+    environment["packages"]["peft"] = "0.0.1"
+    write_json(run / "environment.json", environment)
+    console, text = quiet()
+    with Recorder(run, config_of(run), console, resume=True):
+        pass
+    assert "the run was begun with 0.0.1: it may not go on bit for bit" in text.getvalue()
+    assert json.loads((run / "environment.json").read_text()) == environment
