@@ -87,6 +87,13 @@ def test_credits_are_computed_anew(original, tmp_path):
     assert open_gate[0]["credit/gated_share_search"] == 0 and open_gate[0]["loss"] != again[0]["loss"]
 
 
+def test_credit_that_comes_from_answers_in_sets_without_aggregation(tmp_path):
+    original = train(small(tmp_path / "original", "learner.steps=1", config="demo_poly_epo"))
+    run = replay(small(tmp_path / "again", "learner.steps=1", config="demo_poly_epo"), original)
+    (before,), (after,) = metrics(original), metrics(run)
+    assert before["loss"] == after["loss"] != 0 and before["credit/abs_mean_search"] == after["credit/abs_mean_search"]
+
+
 def test_one_file_is_one_step(original, tmp_path):
     run = replay(settings_of(tmp_path / "one"), original / "traces" / "step_000002.parquet")
     (step,) = metrics(run)
