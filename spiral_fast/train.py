@@ -12,6 +12,7 @@ from spiral_fast.interrupts import interrupts_held, sigterm_raises
 from spiral_fast.learner.learner import Learner, StepStats
 from spiral_fast.loss_rows import blamed, loss_rows
 from spiral_fast.problems import Draws
+from spiral_fast.problems.counts import counts_in_a_line
 from spiral_fast.problems.digest import digest
 from spiral_fast.record.checkpoints import Checkpoints, Position
 from spiral_fast.record.recorder import Recorder
@@ -43,6 +44,7 @@ def train(config: Config, *, resume: bool = False) -> Path:
     order = Draws(len(problems.train), config.seed, config.problems.shuffle)
     run = Path(config.run_dir)
     with sigterm_raises(), make_grader(config) as grader, Recorder(run, config, resume=resume) as record:
+        record.console.line(counts_in_a_line(problems.counts))
         checkpoints = Checkpoints(run / "checkpoints", config.record, digest(problems.train), record.console.line)
         at = saved = None  # positions between two steps: where the run stands, and that of the newest checkpoint
 

@@ -16,8 +16,8 @@ def normalised(question: str) -> str:
 
     Signs, brackets and decimal points stay, since questions that differ in them have other answers.
     """
-    text = unicodedata.normalize("NFKC", question).casefold()
-    text = _DASHES.sub("-", unicodedata.normalize("NFKC", text)).replace("\u2044", "/").replace("\u2019", "'")
+    whole = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", question).casefold())
+    text = _DASHES.sub("-", whole).replace("\u2044", "/").replace("\u2019", "'")
     text = _PUNCTUATION.sub(" ", _DELIMITERS.sub(" ", text))
     text = " ".join(text.split())
-    return unicodedata.normalize("NFC", _LOOSE_SPACE.sub("", text)) or question
+    return unicodedata.normalize("NFC", _LOOSE_SPACE.sub("", text)) or whole
