@@ -199,6 +199,18 @@ def test_a_good_step_ends_the_streak(tmp_path, monkeypatch):
     check_skipped(run, {2, 3, 5, 6}, KINDS["gradient"])
 
 
+def test_in_an_evaluation_the_run_stops_at_once(tmp_path, monkeypatch):
+    fault = Fault(tmp_path / "run", {3}, "logits", monkeypatch)
+    monkeypatch.setattr(Fault, "due", property(lambda fault: len(metrics(fault.run)) == 3))
+    command = ["train", "configs/demo.yaml", *SMALL, *BATCH, f"run_dir={fault.run}"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1 and "error: problem 'parts-" in done.output and "Traceback" not in done.output
+    assert len(metrics(fault.run)) == 3 and state(fault.run, 3) != state(fault.run, 2)
+    monkeypatch.undo()
+    done = CliRunner().invoke(app, ["train", "--resume", str(fault.run)])
+    assert done.exit_code == 0 and (fault.run / "eval_after.json").exists(), done.output
+
+
 def test_weights_that_an_update_makes_diverge(tmp_path):
     """Every number of that update is finite; the next rollout finds out; the checkpoint before it is still there."""
     changes = ["learner.learning_rate=1e25", "learner.warmup_steps=0", "learner.steps=9", "record.checkpoint_every=50"]

@@ -10,18 +10,22 @@ from spiral_fast.trace import Problem
 OTHER = "987654321"  # in place of an answer that is no plain number
 
 
-def right_answer(problem: Problem) -> str:
-    if "parts" in problem.data:
+def right_answer(problem: Problem, source: str) -> str:
+    """source: `problems.source` of the config."""
+    if source == "parts":
         return _parts_trace(problem, right=True)
     return f"\\boxed{{{problem.answer}}}"
 
 
-def wrong_answer(problem: Problem) -> str:
-    """A number one larger, else another number altogether; of `parts` one part that misses its target."""
-    if "parts" in problem.data:
+def wrong_answer(problem: Problem, source: str) -> str:
+    """A number moved by its own size, beyond any tolerance; else another number altogether. Of `parts`, one part that
+    misses its target."""
+    if source == "parts":
         return _parts_trace(problem, right=False)
-    number = re.fullmatch(r"\s*([+-]?\d+)\s*", problem.answer)
-    changed = str(int(number[1]) + 1) if number and len(number[1]) < 1000 else OTHER
+    changed = OTHER
+    if re.fullmatch(r"\s*[+-]?\d{1,1000}\s*", problem.answer):
+        number = int(problem.answer)
+        changed = str(number + max(1, abs(number)))
     return f"\\boxed{{{changed}}}"
 
 

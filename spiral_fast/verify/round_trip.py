@@ -20,6 +20,7 @@ ROUND = 16  # problems graded together
 
 def rewards_round_trip(subject: Subject) -> Result:
     """Problems of both sets, at random; each completion goes through the tokenizer as a sampled one does."""
+    source = subject.config.problems.source
     known = [*subject.problems.train, *subject.problems.eval]
     problems = random.Random(0).sample(known, min(MAX_PROBLEMS, len(known)))
     failures: list[str] = []
@@ -27,7 +28,7 @@ def rewards_round_trip(subject: Subject) -> Result:
     with make_grader(subject.config) as grader:
         while n_graded < len(problems) and (not n_graded or time.monotonic() - start < SECONDS):
             part = problems[n_graded : n_graded + ROUND]
-            texts = [(problem, write(problem)) for problem in part for write in (right_answer, wrong_answer)]
+            texts = [(problem, write(problem, source)) for problem in part for write in (right_answer, wrong_answer)]
             verdicts = grader.grade([(problem, _through_tokens(subject, text), "stop") for problem, text in texts])
             for problem, right, wrong in zip(part, verdicts[::2], verdicts[1::2], strict=True):
                 failures += _failure(problem, right, wrong)

@@ -282,3 +282,19 @@ def test_weights_that_have_diverged_are_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(set_up_module, "set_up", diverged)
     done = CliRunner().invoke(app, ["verify", "configs/demo.yaml", *SMALL])
     assert done.exit_code == 1 and "error: problem 'parts-" in done.output and "not finite" in done.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_smollm2(monkeypatch):
+    """16 bits, a chat template, boxed answers; less of everything than the command does."""
+    for name, seconds in (("ROLLOUT_S", 4.0), ("GRADIENT_S", 4.0)):
+        monkeypatch.setattr(subject_module, name, seconds)
+    monkeypatch.setattr(memory, "SECONDS", 4.0)
+    config = load_config("configs/smollm2_cpu.yaml", ["problems.train_size=64", "threads=1"])
+    outcome = results(Subject(config, set_up(config)))
+    assert {name for name, result in outcome.items() if result.status != "pass"} == {"FSDP = plain"}
+    assert outcome["engine = learner in float32"].values["max"] < 1e-4
+    broken = Subject(config, set_up(config))
+    broken.learner.temperature *= 1.02
+    assert failed(broken) == {"engine = learner in float32"}
