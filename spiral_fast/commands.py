@@ -226,8 +226,11 @@ def verify(
     settings = load_config(config, overrides or [])
     from spiral_fast.verify_command import verify as run
 
-    if not run(settings, json):
-        raise typer.Exit(1)
+    try:
+        if not run(settings, json):
+            raise typer.Exit(1)
+    except KeyboardInterrupt:
+        _fail("interrupted; nothing was written", 130)
 
 
 @app.command()

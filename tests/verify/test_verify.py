@@ -270,6 +270,16 @@ def test_a_failed_check_is_exit_code_1_and_a_wrong_config_2(tmp_path, monkeypatc
     assert done.exit_code == 2 and "learner.stepz" in done.output
 
 
+def test_ctrl_c_is_one_line(tmp_path, monkeypatch):
+    def interrupt(subject):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(CHECKS, "split invariance", interrupt)
+    done = CliRunner().invoke(app, ["verify", "configs/demo.yaml", *SMALL, "--json", str(tmp_path / "figures.json")])
+    assert done.exit_code == 130 and "error: interrupted; nothing was written" in done.output
+    assert not list(tmp_path.iterdir())
+
+
 def test_weights_that_have_diverged_are_one_line(tmp_path, monkeypatch):
     import spiral_fast.set_up as set_up_module
 
