@@ -55,11 +55,11 @@ def train(config: Config, *, resume: bool = False) -> Path:
 
         def score(drawn) -> list[ProblemRollout]:
             """Sample, grade and credit the problems of one round; grading goes on while others are sampled."""
-            grading = Grading(grader, config)
-            with watch("rollout"), learner.rollout_weights():
-                rollouts = roll_out(engine, prompts, drawn, config, record.progress("rollout"), grading.submit)
-            with watch("reward"):
-                grading.finish(rollouts)
+            with Grading(grader, config) as grading:
+                with watch("rollout"), learner.rollout_weights():
+                    rollouts = roll_out(engine, prompts, drawn, config, record.progress("rollout"), grading.submit)
+                with watch("reward"):
+                    grading.finish(rollouts)
             with watch("credit"):
                 for rollout in rollouts:
                     credit(rollout)
@@ -122,8 +122,9 @@ def train(config: Config, *, resume: bool = False) -> Path:
                     engine.set_policy(learner.policy_version)  # no key or value of the old policy is read again
                     metrics = rollout_metrics(batch, engine.counts - counts) | learner_metrics(stats)
                     metrics |= {"skipped_problems": failed, "problems/epoch": next_draw / len(problems.train)}
+                    metrics |= {"time/grader_restarts": grader.restarts} | watch.metrics() | memory_metrics()
                     record.traces(here.step + 1, batch.drawn())
-                    record.metrics(here.step + 1, metrics | watch.metrics() | memory_metrics())
+                    record.metrics(here.step + 1, metrics)
                     at = Position(here.step + 1, next_draw, here.failed_in_a_row + 1 if failed else 0)
                 if at.step % config.record.save_every == 0:
                     save()
