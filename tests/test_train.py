@@ -52,7 +52,7 @@ def without_time(run: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory) -> Path:
-    return train(small(tmp_path_factory.mktemp("runs") / "demo", "record.checkpoint_every=1"))
+    return train(small(tmp_path_factory.mktemp("runs") / "demo", "record={save_every: 1, checkpoint_every: 1}"))
 
 
 def test_a_run_leaves_everything_behind(demo):
@@ -143,7 +143,11 @@ def test_the_gate_acts_on_traces_of_varying_length(tmp_path):
 
 
 def test_a_step_without_credit_is_skipped_and_the_run_goes_on(tmp_path):
-    overrides = ["rollout.search_max_new_tokens=4", "rollout.aggregation_max_new_tokens=4", "record.checkpoint_every=1"]
+    overrides = [
+        "rollout.search_max_new_tokens=4",
+        "rollout.aggregation_max_new_tokens=4",
+        "record={save_every: 1, checkpoint_every: 1}",
+    ]
     run = train(small(tmp_path / "dead", *overrides))
     for step in metrics(run):
         assert step["problems/live"] == 0 and step["skipped"] == "no live row" and step["policy_version"] == 0
