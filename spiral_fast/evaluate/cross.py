@@ -15,7 +15,9 @@ from matplotlib.figure import Figure
 from spiral_fast.config import Config
 from spiral_fast.evaluate.bootstrap import LEVEL, bootstrap_interval
 from spiral_fast.evaluate.sampling import ProblemSamples, Sampler
+from spiral_fast.evaluate.stage import Sample
 from spiral_fast.evaluate.store import Store, chunks
+from spiral_fast.evaluate.verification import candidate_counts, verification
 from spiral_fast.problems.digest import digest
 from spiral_fast.trace import Problem
 
@@ -73,11 +75,18 @@ def summarise_cross(
     shape = config.evaluate.rsa_shapes[0]
     parts = _parts(config, problems)
 
-    def accuracies(name: str) -> np.ndarray:
-        """(P,) share of correct traces"""
+    def traces(name: str) -> list[list[Sample]]:
+        """[problem][trace]"""
         read = (one for number, part in enumerate(parts) for one in store.read(f"{name}_{number:06d}", part))
-        traces = (one.search or one.rsa[0][0] for one in read)
-        return np.array([np.mean([trace.correct for trace in some]) for some in traces])
+        return [one.search or one.rsa[0][0] for one in read]
+
+    def accuracies(sampled: list[list[Sample]]) -> np.ndarray:
+        """(P,) share of correct traces"""
+        return np.array([np.mean([trace.correct for trace in some]) for some in sampled])
+
+    def verify(before: list[list[Sample]], after: list[list[Sample]]) -> dict[str, Any]:
+        counts = [candidate_counts(b, a, shape.set_size) for b, a in zip(before, after, strict=True)]
+        return verification(np.array(counts), config.evaluate.bootstrap, config.seed)
 
     def interval(values: np.ndarray) -> list[float]:
         return bootstrap_interval(values, config.evaluate.bootstrap, config.seed)
@@ -85,8 +94,13 @@ def summarise_cross(
     def difference(values: np.ndarray) -> dict[str, Any]:
         return {"difference": float(values.mean()), "interval": interval(values)}
 
-    populations = {s: accuracies(f"search_{s}") for s in search}
-    cells = {s: {a: accuracies(f"pair_{s}_{a}") for a in aggregation} for s in search}
+    populations, cells, verified = {}, {}, {}
+    for s in search:
+        before = traces(f"search_{s}")
+        after = {a: traces(f"pair_{s}_{a}") for a in aggregation}
+        populations[s] = accuracies(before)
+        cells[s] = {a: accuracies(sampled) for a, sampled in after.items()}
+        verified[s] = {a: verify(before, sampled) for a, sampled in after.items()}
     first_s, first_a = search[0], aggregation[0]
     return {
         "problems": len(problems),
@@ -108,6 +122,7 @@ def summarise_cross(
         "aggregation_effect": {
             s: {a: difference(cells[s][a] - cells[s][first_a]) for a in aggregation if a != first_a} for s in search
         },
+        "verification": verified,
         "per_problem": [
             {
                 "id": problem.id,

@@ -8,12 +8,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from spiral_fast.evaluate.budget import LENGTH, MAJORITY, ORACLE
+from spiral_fast.evaluate.budget import LENGTH, MAJORITY, ORACLE, rsa_name
 
 FIGURES = ("pass_at_k", "majority_at_k", "rsa", "lengths", "budget_generated", "budget_total", "verification")
 LEGIBLE = 4  # evaluations in a figure with a line per method; of more, the first and the last are drawn
-STYLES = {LENGTH: ("o", "-"), MAJORITY: ("s", "--"), ORACLE: ("^", ":")}
-RSA_STYLES = (("D", "-"), ("P", "-."), ("X", "-"), ("v", "-."))
+STYLES = {LENGTH: (".", "-"), MAJORITY: ("s", "--"), ORACLE: ("^", ":")}
+RSA_STYLES = (("o", "-"), ("P", "-."), ("X", "--"), ("v", ":"))
 
 
 def figures(evaluations: Mapping[str, dict]) -> dict[str, Figure]:
@@ -68,19 +68,27 @@ def _majority_at_k(evaluations: Mapping[str, dict]) -> Figure:
 
 def _rsa(evaluations: Mapping[str, dict]) -> Figure:
     figure, axes = _axes("recursive self-aggregation", "aggregation steps", "correct traces of the population (pass@1)")
+    names: dict[str, tuple[str, str]] = {}
     steps = 0
-    for label, evaluation in evaluations.items():
-        shapes = evaluation.get("rsa_shapes") or [
-            {"rsa": evaluation["rsa"], "intervals": evaluation["intervals"]["rsa"]}
-        ]
-        color = None
-        for i, shape in enumerate(shapes):
-            name = f"{label} {shape['population']}/{shape['set_size']}" if len(shapes) > 1 else label
-            style = {} if not i else {"color": color, "marker": RSA_STYLES[i % 4][0], "linestyle": "--"}
-            color = _line(axes, list(range(len(shape["rsa"]))), shape["rsa"], shape["intervals"], name, **style)
+    for i, (label, evaluation) in enumerate(evaluations.items()):
+        for n, shape in enumerate(evaluation.get("rsa_shapes") or [_only_shape(evaluation)]):
+            marker, dashes = names.setdefault(_shape_name(shape), RSA_STYLES[len(names) % len(RSA_STYLES)])
+            style = {"label": None if n else label, "color": f"C{i}", "marker": marker, "linestyle": dashes}
+            _line(axes, list(range(len(shape["rsa"]))), shape["rsa"], shape["intervals"], **style)
             steps = max(steps, len(shape["rsa"]))
     _ticks(axes, list(range(steps)), log=False)
+    if len(names) > 1:
+        _two_legends(axes, list(evaluations), names)
     return figure
+
+
+def _only_shape(evaluation: dict) -> dict:
+    """Of an evaluation that lists none."""
+    return {"rsa": evaluation["rsa"], "intervals": evaluation["intervals"]["rsa"], "population": 0, "set_size": 0}
+
+
+def _shape_name(shape: dict) -> str:
+    return rsa_name(shape["population"], shape["set_size"])
 
 
 def _lengths(evaluations: Mapping[str, dict]) -> Figure:
@@ -92,6 +100,7 @@ def _lengths(evaluations: Mapping[str, dict]) -> Figure:
         _line(axes, at, [p["accuracy"] for p in points], [p["interval"] for p in points], label)
         limits |= set(at)
     _ticks(axes, sorted(limits), log=max(limits) > 8 * min(limits))
+    axes.set_ylim(top=min(1.0, 1.5 * max(axes.dataLim.y1, 0.01)))
     return figure
 
 
@@ -105,28 +114,31 @@ def _budget_total(evaluations: Mapping[str, dict]) -> Figure:
 
 
 def _budget(evaluations: Mapping[str, dict], title: str, axis: str, counted: tuple[str, ...]) -> Figure:
-    figure, axes = _axes(title, axis, "accuracy")
+    figure, axes = _axes(title, axis, "accuracy", size=(8, 5.4))
     names: dict[str, tuple[str, str]] = {}
-    keys = []
-    for i, (label, evaluation) in enumerate(evaluations.items()):
-        color = f"C{i}"
-        keys.append(Line2D([], [], color=color, label=label))
+    for i, evaluation in enumerate(evaluations.values()):
         for method in dict.fromkeys(point["method"] for point in evaluation["budget"]):
-            marker, dashes = STYLES.get(method) or names.get(method) or RSA_STYLES[len(names.keys() - STYLES) % 4]
-            names[method] = marker, dashes
+            rsa = RSA_STYLES[len(names.keys() - STYLES) % len(RSA_STYLES)]
+            marker, dashes = names.setdefault(method, STYLES.get(method, rsa))
             points = [point for point in evaluation["budget"] if point["method"] == method]
             x = [sum(point[name] for name in counted) for point in points]
             y = [point["accuracy"] for point in points]
-            axes.plot(x, y, color=color, marker=marker, markersize=4, linestyle=dashes, linewidth=1.2)
+            axes.plot(x, y, color=f"C{i}", marker=marker, markersize=4, linestyle=dashes, linewidth=1.2)
             intervals = [point["interval"] for point in points]
-            axes.fill_between(x, *zip(*intervals, strict=True), color=color, alpha=0.08, linewidth=0)
+            axes.fill_between(x, *zip(*intervals, strict=True), color=f"C{i}", alpha=0.08, linewidth=0)
+    axes.set_xscale("log", base=2)
+    _two_legends(axes, list(evaluations), names)
+    return figure
+
+
+def _two_legends(axes: Axes, labels: list[str], styles: Mapping[str, tuple[str, str]]) -> None:
+    """Colours for the evaluations, markers and dashes for the methods."""
+    keys = [Line2D([], [], color=f"C{i}", label=label) for i, label in enumerate(labels)]
     keys += [
         Line2D([], [], color="#555", marker=marker, linestyle=dashes, markersize=4, label=method)
-        for method, (marker, dashes) in names.items()
+        for method, (marker, dashes) in styles.items()
     ]
-    axes.set_xscale("log", base=2)
     axes.legend(handles=keys, frameon=False, fontsize="small", ncols=2)
-    return figure
 
 
 def _verification(evaluations: Mapping[str, dict]) -> Figure:
@@ -151,19 +163,17 @@ def _verification(evaluations: Mapping[str, dict]) -> Figure:
     return figure
 
 
-def _axes(title: str, x: str, y: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(6, 4))
+def _axes(title: str, x: str, y: str, size: tuple[float, float] = (6, 4)) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=size)
     axes = figure.add_axes((0.11, 0.12, 0.87, 0.8))
     axes.set(title=title, xlabel=x, ylabel=y, ylim=(0, 1))
     axes.grid(alpha=0.3)
     return figure, axes
 
 
-def _line(axes: Axes, x: list[int], points, intervals, label: str, **style) -> str:
-    """Draw it; the colour it got."""
+def _line(axes: Axes, x: list[int], points, intervals, label: str | None, **style) -> None:
     (line,) = axes.plot(x, points, label=label, **({"marker": "o"} | style))
     axes.fill_between(x, *zip(*intervals, strict=True), color=line.get_color(), alpha=0.15, linewidth=0)
-    return line.get_color()
 
 
 def _errors(points: list[float], intervals: list[list[float]]) -> list[list[float]]:

@@ -94,6 +94,13 @@ def test_every_cell_by_hand(tmp_path):
     assert result["per_problem"][2]["matrix"]["up"]["base"] == values["up", "base"][2]
     assert json.loads(json.dumps(result, allow_nan=False)) == result
 
+    for s in names:  # the aggregators of a row read the same sets
+        cells = {a: result["verification"][s][a]["by_right_candidates"] for a in names}
+        assert [c["aggregations"] for c in cells["base"]] == [c["aggregations"] for c in cells["up"]]
+        for a in names:
+            right = sum(c["aggregations"] * (c["correct"]["share"] or 0) for c in cells[a])
+            assert right / (4 * 8) == pytest.approx(result["matrix"][s][a])
+
     texts = [text.get_text() for text in heat_map(result).axes[0].texts]
     assert len(texts) == 6 and texts[1].startswith(f"{result['matrix']['base']['base']:.3f}\n[")
 
