@@ -183,7 +183,7 @@ def test_a_disk_that_fills_up_is_one_line_and_the_last_checkpoint_is_whole(tmp_p
     """The first step's optimiser moments are the first file above the limit."""
     overrides = ["problems.train_size=8", "problems.eval_size=2", "threads=1", "batch.live_problems=8"]
     overrides += ["evaluate={samples: 2, pass_at: [1], majority_at: [], rsa: {steps: 0}, bootstrap: 20}"]
-    overrides += ["learner.steps=2"]
+    overrides += ["learner.steps=2", "record.save_every=1"]
     run = tmp_path / "run"
     code = (
         "import resource, sys\n"
