@@ -122,8 +122,8 @@ def train(config: Config, *, resume: bool = False) -> Path:
                     engine.set_policy(learner.policy_version)  # no key or value of the old policy is read again
                     metrics = rollout_metrics(batch, engine.counts - counts) | learner_metrics(stats)
                     metrics |= {"skipped_problems": failed, "problems/epoch": next_draw / len(problems.train)}
-                    metrics |= {"time/grader_restarts": grader.restarts} | watch.metrics() | memory_metrics()
                     record.traces(here.step + 1, batch.drawn())
+                    metrics |= {"time/grader_restarts": grader.restarts} | watch.metrics() | memory_metrics()
                     record.metrics(here.step + 1, metrics)
                     at = Position(here.step + 1, next_draw, here.failed_in_a_row + 1 if failed else 0)
                 if at.step % config.record.save_every == 0:
@@ -149,6 +149,6 @@ def stop_when_numbers_fail(at: Position, stats: StepStats, failed: list[str], co
     if at.failed_in_a_row >= config.learner.max_skipped_steps:
         raise FloatingPointError(
             f"step {at.step}: {stats.skipped_reason} (problems {', '.join(failed[:5])}); {at.failed_in_a_row} steps "
-            "in a row were skipped for numbers that are not finite (learner.max_skipped_steps); the adapter is that of "
-            "the last good step"
+            "in a row were skipped for numbers that are not finite (learner.max_skipped_steps); earlier checkpoints "
+            "are whole: lower learner.learning_rate, or look at these problems in the traces"
         )

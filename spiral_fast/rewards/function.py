@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from concurrent.futures import Future
 
@@ -26,7 +27,7 @@ class FunctionGrader(PoolGrader):
         """Raises TypeError, naming the problem, when its data is more than JSON can hold."""
         request = [problem.question, problem.answer, text, finish_reason, problem.data]
         try:
-            key = json.dumps(request)
+            key = hashlib.blake2b(json.dumps(request).encode()).digest()  # a completion may be long
         except TypeError as error:
             raise TypeError(f"the data of the problem {problem.id!r} cannot go to a grading process: {error}") from None
         return self._submit(key, request, boxed_answer(text))

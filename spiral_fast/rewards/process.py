@@ -84,7 +84,7 @@ class GradingProcess:
             self._number += 1
             try:
                 reply = self._exchange([self._number, request], self.config.timeout_s)
-                if not isinstance(reply, dict) or reply.get("number") != self._number:
+                if not _is_reply(reply, self._number):
                     raise _Died
                 return reply
             except TimeoutError:
@@ -110,7 +110,7 @@ class GradingProcess:
             return json.loads(line)
         except TimeoutError:
             raise
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):  # no connection; no JSON
             raise _Died from None
 
     def _restart(self) -> None:
@@ -136,3 +136,12 @@ class GradingProcess:
             if self.process is not None and self.process.returncode is None:
                 os.killpg(self.process.pid, signal.SIGKILL)
                 self.process.wait()
+
+
+def _is_reply(reply: object, number: int) -> bool:
+    """Whether it is the reply to this request, in the form of child/__main__.py."""
+    if not isinstance(reply, dict) or reply.get("number") != number:
+        return False
+    if "reward" not in reply:
+        return isinstance(reply.get("reason"), str)
+    return isinstance(reply["reward"], float) and isinstance(reply.get("answer"), str | None)

@@ -71,6 +71,7 @@ def grader():
         ("garbage_without_end", {}, "the grading process died"),
         ("garbage_to_the_trainer", {"text": "no JSON\n"}, "the grading process died"),
         ("garbage_to_the_trainer", {"text": "[]\n"}, "the grading process died"),
+        ("garbage_to_the_trainer", {"text": "[" * 500_000 + "\n"}, "the grading process died"),
         ("garbage_to_the_trainer", {"text": '{"number": 999, "reward": 1.0}\n'}, "the grading process died"),
         ("garbage_to_the_trainer", {"text": "\n" + "x" * LONGEST_REPLY}, "the grading process died"),
         ("exit_python", {}, "SystemExit: enough"),
@@ -83,6 +84,13 @@ def test_what_goes_wrong_is_not_graded_and_the_next_one_is(grader, behaviour, da
     assert (failed.reward, failed.verdict, failed.answer) == (0.0, "could_not_grade", "7")
     assert failed.reason.startswith(reason) and "\n" not in failed.reason
     assert (good.reward, good.verdict, good.reason) == (0.5, "wrong", "")
+
+
+@pytest.mark.parametrize("rest", ["", ', "reward": "1"', ', "reward": 1.0, "answer": 7', ', "reason": null'])
+def test_a_reply_in_another_form_is_none(rest):
+    with FunctionGrader(RewardConfig(workers=1), BEHAVIOURS) as grader:
+        forged = item("garbage_to_the_trainer", text='{"number": 1' + rest + "}\n")
+        assert [v.reason for v in grader.grade([forged, item("value", value=1)])] == ["the grading process died", ""]
 
 
 def test_prints_and_standard_input_never_meet_the_protocol(grader):
