@@ -79,7 +79,7 @@ def test_verdicts_in_the_order_of_traces_whatever_was_submitted(submitted):
 def test_equal_answers_of_one_grading_are_graded_once_even_when_the_first_is_done():
     rollouts = rollouts_of({"a": ["7", " 7", "8"], "b": ["7", "8", "8"]})
     asked = []
-    with MathGrader(config_of(workers=2).reward) as grader:
+    with MathGrader(config_of(workers=1).reward) as grader:
         for process in grader._processes:
             process.ask = lambda request, ask=process.ask: asked.append(request) or ask(request)
         for _ in range(2):  # a new grading grades anew

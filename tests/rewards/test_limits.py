@@ -42,3 +42,22 @@ def test_hard_limits_are_kept_without_root():
 def test_lower_hard_limits_win():
     memory, seconds = 500 * 2**20, 20
     assert limits_under(memory, seconds) == [memory, memory, seconds, seconds]
+
+
+PROCESSES = """
+import os, resource
+from spiral_fast.rewards.child.limits import MORE_TASKS, limit_processes
+
+os.setuid(65534) if os.geteuid() == 0 else None  # root has no limit
+limit_processes()
+soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+print(soft, hard, MORE_TASKS)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are counted on Linux only")
+def test_a_bound_on_new_processes_above_those_there_are():
+    done = subprocess.run([sys.executable, "-c", PROCESSES], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    soft, hard, more = map(int, done.stdout.split())
+    assert soft == hard or more < soft < more + 100_000

@@ -196,9 +196,10 @@ def test_leaving_gives_up_what_is_being_graded_at_once():
         verdicts[0].result()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="others tell the cores of the machine")
 def test_the_number_of_processes_by_default():
-    with MathGrader(RewardConfig()) as grader:
-        assert 1 <= len(set(pids(grader))) <= 4
+    with FunctionGrader(RewardConfig(), BEHAVIOURS) as grader:
+        assert len(set(pids(grader))) == min(4, len(psutil.Process().cpu_affinity()))
 
 
 TRAINER = """
