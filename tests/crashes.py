@@ -65,15 +65,16 @@ def half_a_line(call: int) -> None:
 
 
 def child(request: dict) -> None:
+    from spiral_fast import train
     from spiral_fast.config import Config
-    from spiral_fast.train import train
 
+    train.write_report = lambda run: (run / "report.html").touch()  # half of so short a run's time; reads, never writes
     kill = request["kill"] or {}
     if "at" in kill:
         arm(kill["at"], kill["call"], kill["when"])
     if "half_a_line" in kill:
         half_a_line(kill["half_a_line"])
-    train(Config.model_validate(request["config"]), resume=request["resume"])
+    train.train(Config.model_validate(request["config"]), resume=request["resume"])
 
 
 def serve() -> None:
