@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN ?= runs/demo_$(shell date +%Y%m%d_%H%M%S)
 
-.PHONY: demo test setup study clean
+.PHONY: demo test setup study evaluation clean
 
 setup: $(VENV)/installed
 
@@ -28,9 +28,13 @@ demo: setup
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-# The comparison of SPIRAL and GRPO over learning rates and seeds (about an hour on 2 cores): docs/study.md.
+# Six algorithms on the demo task, 30 trainings (two hours on 2 cores): docs/study.md.
 study: setup
 	$(BIN)/python -m bench.study
+
+# The worked result of docs/evaluation.md, from two trainings of the study (10 minutes on one core).
+evaluation: setup
+	$(BIN)/python -m bench.evaluation
 
 clean:
 	rm -rf $(VENV) build
