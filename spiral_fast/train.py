@@ -8,6 +8,7 @@ from pathlib import Path
 from spiral_fast.config import Config
 from spiral_fast.credit import credit_of
 from spiral_fast.evaluate import evaluate
+from spiral_fast.evaluate.due import evaluation_due
 from spiral_fast.interrupts import interrupts_held, sigterm_raises
 from spiral_fast.learner.learner import Learner, StepStats
 from spiral_fast.loss_rows import blamed, loss_rows
@@ -46,6 +47,7 @@ def train(config: Config, *, resume: bool = False) -> Path:
     with sigterm_raises(), make_grader(config) as grader, Recorder(run, config, resume=resume) as record:
         record.console.line(counts_in_a_line(problems.counts))
         checkpoints = Checkpoints(run / "checkpoints", config.record, digest(problems.train), record.console.line)
+        saving = Stopwatch()
         at = saved = None  # positions between two steps: where the run stands, and that of the newest checkpoint
 
         def draw() -> tuple[int, Problem]:
@@ -77,7 +79,8 @@ def train(config: Config, *, resume: bool = False) -> Path:
         def save() -> None:
             nonlocal saved
             if at and at != saved:
-                checkpoints.save(at, learner)
+                with saving("save"):
+                    checkpoints.save(at, learner)
                 saved = at
 
         try:
@@ -123,7 +126,8 @@ def train(config: Config, *, resume: bool = False) -> Path:
                     metrics = rollout_metrics(batch, engine.counts - counts) | learner_metrics(stats)
                     metrics |= {"skipped_problems": failed, "problems/epoch": next_draw / len(problems.train)}
                     record.traces(here.step + 1, batch.drawn())
-                    metrics |= {"time/grader_restarts": grader.restarts} | watch.metrics() | memory_metrics()
+                    metrics |= watch.metrics() | memory_metrics() | {"time/save": saving.seconds.pop("save", 0.0)}
+                    metrics |= {"time/grader_restarts": grader.restarts}
                     record.metrics(here.step + 1, metrics)
                     at = Position(here.step + 1, next_draw, here.failed_in_a_row + 1 if failed else 0)
                 if at.step % config.record.save_every == 0:
@@ -134,14 +138,6 @@ def train(config: Config, *, resume: bool = False) -> Path:
             engine.close()
     write_report(run)
     return run
-
-
-def evaluation_due(step: int, config: Config) -> str | None:
-    """Label of the evaluation that belongs to `step`; None without."""
-    if step in (0, config.learner.steps):
-        return "after" if step else "before"
-    every = config.evaluate.every
-    return f"step_{step:06d}" if every and step % every == 0 else None
 
 
 def stop_when_numbers_fail(at: Position, stats: StepStats, failed: list[str], config: Config) -> None:

@@ -41,7 +41,7 @@ def fill_live_batch(
     round_problems: int,
     max_rounds: int,
 ) -> None:
-    """Roll out and credit rounds of problems into the empty `batch` until `live_problems` are live or `max_rounds` over.
+    """Roll out and credit rounds of problems into the empty `batch`: until `live_problems` live or `max_rounds` made.
 
     `score` samples, grades and credits the problems of one round and keeps their order. The batch may stay short, or
     empty: the step then goes on with what there is. When `score` raises, the batch holds the rounds before.
