@@ -9,7 +9,7 @@ from pathlib import Path
 
 from spiral_fast.config import ConfigError, ModelConfig, load_config
 from spiral_fast.record.checkpoints import DIGESTS, flaw_of
-from spiral_fast.record.files import writing
+from spiral_fast.record.files import by_step, writing
 
 
 def export(source: Path, out: Path, *, merged: bool = False, config: Path | None = None) -> str:
@@ -43,7 +43,7 @@ def _checkpoint(source: Path) -> Path:
             raise ConfigError(f"{source}: {found}; export another checkpoint")
         return source
     flaws = []
-    for folder in sorted(source.glob("checkpoints/step_*"), reverse=True):
+    for folder in reversed(by_step(source / "checkpoints").values()):
         found = flaw_of(folder)
         if found is None:
             return folder

@@ -33,11 +33,14 @@ def replay(config: Config, traces: Path) -> Path:
     parts = set_up(config)
     for file in files.values():
         check_tokens(file, parts.loaded)
+    first = next(iter(files.values()))  # whose flaws are found before a folder is made
+    for rollout in read_rollouts(first):
+        check_shape(rollout, config, first)
     learner, credit = Learner(config, parts.loaded), credit_of(config)
     run = Path(config.run_dir)
     with Recorder(run, config) as record:
         write_json(run / "replay.json", {"traces": str(traces)})
-        checkpoints = Checkpoints(run / "checkpoints", config.record, digest(parts.problems.train), record.console.line)
+        checkpoints = Checkpoints(run / "checkpoints", config, digest(parts.problems.train), record.console.line)
         if config.warm_start.steps:
             warm_start(config, learner, parts.prompts, parts.problems, record.progress("warm start"))
         next_draw = 0

@@ -72,7 +72,7 @@ def make_run(run: Path, model: dict, steps=(1, 2)) -> list[np.ndarray]:
     (run / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
     torch.manual_seed(0)
     learner = Learner(config, load_model(config.model, "cpu"))
-    checkpoints = Checkpoints(run / "checkpoints", config.record, "digest of the problems", print)
+    checkpoints = Checkpoints(run / "checkpoints", config, "digest of the problems", print)
     for step in steps:
         with nonzero_adapter(learner.policy.model, seed=step):
             checkpoints.save(Position(step, 0), learner)

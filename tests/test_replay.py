@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -126,12 +127,13 @@ def test_gaps_and_empty_folders_are_refused(original, tmp_path):
     assert not (tmp_path / "again").exists()
 
 
+@pytest.mark.parametrize("token", [68, -1])
 @pytest.mark.parametrize("part", ["prompt", "tokens"])
-def test_traces_of_another_model_are_refused(original, tmp_path, part):
+def test_traces_of_another_model_are_refused(original, tmp_path, part, token):
     rollouts = read_rollouts(original / "traces" / "step_000001.parquet")
-    getattr(rollouts[1].aggregation[2][0], part)[3] = 68  # the built-in model has 0 .. 67
+    getattr(rollouts[1].aggregation[2][0], part)[3] = token  # the built-in model has 0 .. 67
     write_traces(tmp_path / "traces", 1, rollouts)
-    with pytest.raises(ConfigError, match=r"step_000001.parquet: token 68; the model has 68: another model"):
+    with pytest.raises(ConfigError, match=rf"step_000001.parquet: token {token}; the model has 68: another model"):
         replay(settings_of(tmp_path / "again"), tmp_path)
     assert not (tmp_path / "again").exists()
 
@@ -153,6 +155,25 @@ def test_traces_of_another_shape_or_version_are_refused(original, tmp_path):
         as_an_older_version(file)
     with pytest.raises(ConfigError, match="an older version wrote it"):
         replay(settings_of(tmp_path / "old", "warm_start.steps=0"), tmp_path)
+    assert not (tmp_path / "shape").exists() and not (tmp_path / "old").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda rows: [{"a": 1}], "row 0 has no problem: not traces of a step"),
+        (lambda rows: [rows[0], rows[1] | {"reward": None}, *rows[2:]], "row 1 has no reward"),
+        (lambda rows: [rows[0], rows[1] | {"logp": [0.0]}, *rows[2:]], "row 1 is damaged: length, tokens and"),
+        (lambda rows: [rows[0], rows[1] | {"tokens": [1]}, *rows[2:]], "row 1 is damaged: length, tokens and"),
+    ],
+)
+def test_files_that_hold_no_whole_traces_are_refused(original, tmp_path, damage, says):
+    rows = pq.read_table(original / "traces" / "step_000001.parquet").to_pylist()
+    file = tmp_path / "step_000001.parquet"
+    pq.write_table(pa.Table.from_pylist(damage(rows)), file)
+    with pytest.raises(ConfigError, match=f"step_000001.parquet: {says}"):
+        replay(settings_of(tmp_path / "again"), file)
+    assert not (tmp_path / "again").exists()
 
 
 def test_a_step_without_live_problem_is_skipped_again(original, tmp_path):

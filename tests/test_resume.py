@@ -211,6 +211,61 @@ def test_only_what_leaves_the_run_the_same_may_change(whole, override, allowed):
     assert "\n" not in str(error.value)
 
 
+def test_a_config_changed_by_hand_is_refused_by_key(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "run")
+    file = tmp_path / "run" / "config.yaml"
+    begun = file.read_text()
+    file.write_text(begun.replace("  eps: 1.0e-08\n", "  eps: 1.0e-07\n"))
+    with pytest.raises(ConfigError, match=r"^learner.eps: 1e-07 cannot be used with --resume: .* begun with 1e-08"):
+        resumed_config(tmp_path / "run", [])
+    file.write_text(begun.replace(f"  steps: {STEPS}\n", "  steps: 9\n"))
+    assert resumed_config(tmp_path / "run", []).learner.steps == 9
+
+
+def test_fewer_steps_than_were_made_are_refused(whole):
+    with pytest.raises(ConfigError, match=r"^learner.steps: 5 is too few for --resume: the run has made 6"):
+        resumed_config(whole, ["learner.steps=5"])
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda lines: [*lines[:1], b"x", *lines[2:]], "line 2: not JSON"),
+        (lambda lines: [*lines[:1], *lines[2:]], "line 2: step 3 follows step 1"),
+        (lambda lines: [*lines[:2], b"[]", *lines[3:]], "line 3: not the metrics of a step"),
+    ],
+)
+def test_damaged_metrics_are_named_and_nothing_is_thrown_away(whole, tmp_path, damage, says):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    file = run / "metrics.jsonl"
+    file.write_bytes(b"\n".join(damage(file.read_bytes().split(b"\n"))))
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    with pytest.raises(ConfigError, match=f"metrics.jsonl, {says}$"):
+        resumed_config(run, [])
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+@pytest.mark.parametrize("name", ["eval_before.json", "environment.json"])
+def test_other_damaged_files_are_named(crashes, whole, tmp_path, name):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    (run / name).write_text("{")
+    crashes.run(run, resume=True)
+    said = Path(f"{run}.log").read_text().splitlines()[-1]
+    assert said.startswith(f"spiral_fast.config.ConfigError: {run / name}: damaged (")
+
+
+def test_files_of_the_users_own_in_the_run_are_left_alone(crashes, whole, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    mine = shutil.copy(run / "traces" / "step_000006.parquet", run / "traces" / "step_copy.parquet")
+    crashes.finish(run)
+    assert Path(mine).exists()
+    Path(mine).unlink()
+    assert_same(run, whole)
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"^--resume: .* holds no run"):
         resumed_config(tmp_path, [])

@@ -1,8 +1,8 @@
 """Checkpoints of a run: each written aside, sealed by digests and then renamed; the newest whole one is found again.
 
 A folder checkpoints/step_N holds what the learner saves (a PEFT adapter, the optimiser's moments, its counters),
-run.json (a Position) and digests.json. There is no other state: every random stream of a run derives from its seed and
-the number of the draw or step.
+run.json (a Position, a digest of the problems, what must stay of the config) and digests.json. There is no other state:
+every random stream of a run derives from its seed and the number of the draw or step.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from spiral_fast.config import ConfigError, RecordConfig
+from spiral_fast.config import Config, ConfigError
 from spiral_fast.interrupts import interrupts_held
-from spiral_fast.record.files import write_json, writing
+from spiral_fast.record.files import by_step, write_json, writing
+from spiral_fast.resume import fixed_values
 
 if TYPE_CHECKING:
     from spiral_fast.learner.learner import Learner
@@ -39,8 +40,8 @@ class Checkpoints:
     """The folder checkpoints/ of one run. `problems` is a digest of the training problems: another data set has other
     draws. `say` prints one line."""
 
-    def __init__(self, folder: Path, settings: RecordConfig, problems: str, say: Callable[[str], None]):
-        self.folder, self.settings, self.problems, self.say = folder, settings, problems, say
+    def __init__(self, folder: Path, config: Config, problems: str, say: Callable[[str], None]):
+        self.folder, self.config, self.problems, self.say = folder, config, problems, say
         self.best_step: int | None = None
 
     def save(self, position: Position, learner: Learner) -> None:
@@ -53,7 +54,8 @@ class Checkpoints:
             aside.mkdir(parents=True)
             try:
                 learner.save(aside)
-                (aside / "run.json").write_text(json.dumps(asdict(position) | {"problems": self.problems}) + "\n")
+                content = asdict(position) | {"problems": self.problems, "config": fixed_values(self.config)}
+                (aside / "run.json").write_text(json.dumps(content) + "\n")
                 (aside / DIGESTS).write_text(json.dumps(_digests(aside), indent=1) + "\n")
                 for file in [*aside.iterdir(), aside]:
                     _sync(file)
@@ -65,28 +67,36 @@ class Checkpoints:
             self._remove_old(position)
 
     def restore(self, learner: Learner, recorded: int) -> Position | None:
-        """Put the newest whole checkpoint at or before step `recorded` into the learner and say which; damaged ones are
-        named and passed over. None without any: the run starts anew. Raises ConfigError when the training problems
-        differ from those of the run."""
-        for aside in self.folder.glob(".step_*.aside"):  # left by a killed process
-            shutil.rmtree(aside)
-        for folder in sorted(self.folder.glob("step_*"), reverse=True):
-            flaw = flaw_of(folder)
-            if flaw is None:
-                content = json.loads((folder / "run.json").read_text())
-                position = Position(**{field.name: content[field.name] for field in fields(Position)})
-                if position.step > recorded:
-                    flaw = f"metrics.jsonl ends at step {recorded}"
-            if flaw is not None:
+        """Put the newest whole checkpoint into the learner and say which; damaged ones are named and passed over. None
+        when nothing was recorded either: the run starts anew.
+
+        Raises ConfigError, before anything is changed, when that would throw recorded steps or whole checkpoints away
+        (metrics.jsonl ends at step `recorded`), and when the training problems differ from those of the run."""
+        for folder in reversed(by_step(self.folder).values()):
+            if flaw := flaw_of(folder):
                 self.say(f"checkpoint {folder.name} is passed over: {flaw}")
                 continue
+            content = json.loads((folder / "run.json").read_text())
+            position = Position(**{field.name: content[field.name] for field in fields(Position)})
+            if position.step > recorded:
+                raise ConfigError(
+                    f"--resume: {self.folder.parent / 'metrics.jsonl'} ends at step {recorded}, before {folder}: "
+                    "restore the file, or delete newer checkpoints to make their steps again"
+                )
             if content["problems"] != self.problems:
                 raise ConfigError(
                     f"--resume: the training problems are not those that {folder} was trained on; restore the data"
                 )
+            for aside in self.folder.glob(".step_*.aside"):  # left by a killed process
+                shutil.rmtree(aside)
             learner.restore(folder)
             self.say(f"resumed from {folder}")
             return position
+        if recorded:
+            raise ConfigError(
+                f"--resume: {self.folder} holds no whole checkpoint, but {recorded} steps are recorded: restore one, "
+                "or begin a new run in another folder"
+            )
         self.say("no checkpoint yet: the run starts anew")
         return None
 
@@ -108,12 +118,12 @@ class Checkpoints:
         Steps that fail one after the other have one adapter, perhaps a diverged one: of theirs only the newest is kept,
         and it pushes none from before them out.
         """
-        folders = sorted(self.folder.glob("step_*"))
-        failing = [folder for folder in folders if folder > self.path(position.step - position.failed_in_a_row)]
-        before = [folder for folder in folders if folder not in failing]
-        for folder in before[: -self.settings.keep_last] + failing[:-1]:
-            step = int(folder.name.removeprefix("step_"))
-            if step % self.settings.checkpoint_every and step != self.best_step:
+        settings, folders = self.config.record, by_step(self.folder)
+        failing = [step for step in folders if step > position.step - position.failed_in_a_row]
+        before = [step for step in folders if step not in failing]
+        for step in before[: -settings.keep_last] + failing[:-1]:
+            if step % settings.checkpoint_every and step != self.best_step:
+                folder = folders[step]
                 gone = folder.with_name(f".{folder.name}.aside")
                 folder.rename(gone)  # never half a checkpoint under its name
                 shutil.rmtree(gone)
@@ -124,6 +134,8 @@ def flaw_of(folder: Path) -> str | None:
     try:
         expected = json.loads((folder / DIGESTS).read_text())
         found = _digests(folder)
+    except FileNotFoundError:
+        return f"{DIGESTS} is missing"
     except (OSError, ValueError) as error:
         return f"{DIGESTS} cannot be read ({error})"
     if not isinstance(expected, dict):

@@ -32,11 +32,16 @@ def cannot_write(error: BaseException | None) -> str | None:
     while error is not None:
         if isinstance(error, CannotWrite):
             return str(error)
-        known = isinstance(error, OSError) and error.errno in FULL
-        if known or re.search(rf"os error ({'|'.join(map(str, FULL))})\b", str(error)):
-            full = " ".join(str(error).split())
+        full = _full(error) or full
         error = error.__cause__ or error.__context__
     return full
+
+
+def _full(error: BaseException) -> str | None:
+    known = isinstance(error, OSError) and error.errno in FULL
+    if known or re.search(rf"os error ({'|'.join(map(str, FULL))})\b", str(error)):
+        return " ".join(str(error).split())
+    return None
 
 
 @contextmanager
@@ -49,7 +54,7 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         raise CannotWrite(f"{path}: cannot be written ({error.strerror or error})") from error
     except Exception as error:
-        reason = cannot_write(error)
+        reason = _full(error)
         if reason is None:
             raise
         raise CannotWrite(f"{path}: cannot be written ({reason})") from error
@@ -88,6 +93,14 @@ def finite(content: Any) -> Any:
     return content
 
 
+def by_step(folder: Path, suffix: str = "") -> dict[int, Path]:
+    """step -> `folder`/step_000123`suffix`, ascending. Other names, step_000123_mine say, are the user's."""
+    matches = (
+        (re.fullmatch(rf"step_(\d{{6,}}){re.escape(suffix)}", path.name), path) for path in folder.glob("step_*")
+    )
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
+
+
 def holds_run(folder: Path) -> bool:
     """Whether a run was begun there, recorded or not."""
     return (folder / "config.yaml").exists() or (folder / "metrics.jsonl").exists()
@@ -100,7 +113,7 @@ def refuse_other_run(run_dir: str | Path) -> None:
     """
     folder = Path(run_dir)
     metrics = folder / "metrics.jsonl"
-    checkpoints = {file.name for file in folder.glob("checkpoints/step_*")} - {UNRECORDED}
+    checkpoints = by_step(folder / "checkpoints").keys() - {0}
     if (metrics.exists() and metrics.stat().st_size) or any(folder.glob("eval_*.json")) or checkpoints:
         raise ConfigError(f"run_dir: {str(run_dir)!r} already holds a run; name another folder or delete this one")
 

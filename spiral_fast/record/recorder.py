@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from spiral_fast.record.console import Console, evaluation_line, step_line
 from spiral_fast.record.environment import environment
 from spiral_fast.record.files import (
     UNRECORDED,
+    by_step,
     finite,
     holds_run,
     refuse_other_run,
@@ -27,6 +28,7 @@ from spiral_fast.record.files import (
     written_aside,
 )
 from spiral_fast.record.headline import headline
+from spiral_fast.record.run_folder import mapping_of, read_metrics
 from spiral_fast.record.trace_store import write_traces
 from spiral_fast.record.writers.writers import Writers
 from spiral_fast.trace import ProblemRollout
@@ -55,6 +57,7 @@ class Recorder:
         self._lock()
         if not resume:  # of a start that recorded nothing
             shutil.rmtree(self.run_dir / "checkpoints" / UNRECORDED, ignore_errors=True)
+            (self.run_dir / "replay.json").unlink(missing_ok=True)
         with written_aside(self.run_dir / "config.yaml") as aside:
             aside.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         self._environment(resume)
@@ -104,19 +107,21 @@ class Recorder:
             self._metrics.close()
 
     def recorded(self) -> int:
-        """The last step whose line in metrics.jsonl is whole; 0 without any."""
-        return max((step for step, _ in self._lines()), default=0)
+        """The last step whose line in metrics.jsonl is whole; 0 without any. Raises ConfigError for a damaged file."""
+        rows = read_metrics(self.run_dir / "metrics.jsonl")
+        return rows[-1][0]["step"] if rows else 0
 
     def rewind(self, step: int) -> None:
         """Forget everything recorded after `step`: a resumed run records it again."""
-        end = max((end for of, end in self._lines() if of <= step), default=0)
+        ends = (end for row, end in read_metrics(self.run_dir / "metrics.jsonl") if row["step"] <= step)
+        end = max(ends, default=0)
         with writing(self.run_dir / "metrics.jsonl"):
             os.ftruncate(self._metrics.fileno(), end)
         self.writers.rewind(step)
         for aside in self.run_dir.glob("**/.*.tmp"):  # left by a killed process
             aside.unlink()
-        for file in self.run_dir.glob("traces/step_*.parquet"):
-            if int(file.stem.removeprefix("step_")) > step:
+        for of, file in by_step(self.run_dir / "traces", ".parquet").items():
+            if of > step:
                 file.unlink()
         for label, result in self._evaluations().items():
             if result["step"] > step:
@@ -141,20 +146,10 @@ class Recorder:
         """The run's own, by label; a user may have put others beside them."""
         labels = (file.stem.removeprefix("eval_") for file in sorted(self.run_dir.glob("eval_*.json")))
         own = (label for label in labels if re.fullmatch(r"before|after|step_\d{6,}", label))
-        return {label: json.loads((self.run_dir / f"eval_{label}.json").read_text()) for label in own}
-
-    def _lines(self) -> Iterator[tuple[int, int]]:
-        """(step, offset of its end in bytes) of each whole line of metrics.jsonl up to the first that is not."""
-        end = 0
-        for line in (self.run_dir / "metrics.jsonl").read_bytes().splitlines(keepends=True):
-            try:
-                step = json.loads(line)["step"]
-            except (ValueError, TypeError, KeyError):
-                return
-            if not line.endswith(b"\n"):
-                return
-            end += len(line)
-            yield step, end
+        return {
+            label: mapping_of(self.run_dir / f"eval_{label}.json", json.loads, ("step", "pass_at_k", "rsa"))
+            for label in own
+        }
 
     def _environment(self, resume: bool) -> None:
         """environment.json of the run's begin stays; a resumed run on other packages says so."""
@@ -162,7 +157,7 @@ class Recorder:
         if not resume or not file.exists():
             write_json(file, now)
             return
-        then = json.loads(file.read_text())
+        then = mapping_of(file, json.loads, ["packages"])
         for name, version in now["packages"].items():
             if then["packages"].get(name) != version:
                 self.console.line(

@@ -79,9 +79,9 @@ def read_run(path: str | Path) -> RunFolder:
     path = Path(path)
     if not holds_run(path):
         raise ConfigError(f"{path}: holds no run (no config.yaml)")
-    config = _mapping(path / "config.yaml", yaml.safe_load, CONFIG_KEYS)
+    config = mapping_of(path / "config.yaml", yaml.safe_load, CONFIG_KEYS)
     evaluations = {
-        file.stem.removeprefix("eval_"): _mapping(file, json.loads, EVALUATION_KEYS)
+        file.stem.removeprefix("eval_"): mapping_of(file, json.loads, EVALUATION_KEYS)
         for file in path.glob("eval_*.json")
     }
     order = sorted(evaluations, key=lambda label: (label == "after", label != "before", label))
@@ -89,17 +89,19 @@ def read_run(path: str | Path) -> RunFolder:
     return RunFolder(
         path,
         config,
-        _mapping(environment, json.loads) if environment.exists() else {},
-        _metrics(path / "metrics.jsonl"),
+        mapping_of(environment, json.loads) if environment.exists() else {},
+        [row for row, _ in read_metrics(path / "metrics.jsonl")],
         {label: evaluations[label] for label in order},
-        _mapping(replay, json.loads, ["traces"])["traces"] if replay.exists() else None,
+        mapping_of(replay, json.loads, ["traces"])["traces"] if replay.exists() else None,
     )
 
 
-def _mapping(file: Path, parse: Callable[[str], Any], keys: Iterable[str] = ()) -> dict[str, Any]:
-    """What `parse` makes of the file, which must hold `keys` (dotted)."""
+def mapping_of(file: Path, parse: Callable[[str], Any], keys: Iterable[str] = ()) -> dict[str, Any]:
+    """What `parse` makes of the file, which must hold `keys` (dotted). Raises ConfigError."""
     try:
-        content = parse(_text(file))
+        content = parse(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file}: cannot be read ({error})") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{file}: damaged ({' '.join(str(error).split())})") from None
     if not isinstance(content, dict):
@@ -113,23 +115,30 @@ def _mapping(file: Path, parse: Callable[[str], Any], keys: Iterable[str] = ()) 
     return content
 
 
-def _metrics(file: Path) -> list[dict[str, Any]]:
-    lines = _text(file).splitlines() if file.exists() else []
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            if number < len(lines):
-                raise ConfigError(f"{file}, line {number}: not JSON") from None
-            continue
-        if not isinstance(rows[-1], dict) or "step" not in rows[-1]:
-            raise ConfigError(f"{file}, line {number}: not the metrics of a step")
-    return rows
+def read_metrics(file: Path) -> list[tuple[dict[str, Any], int]]:
+    """(metrics, offset of the line's end in bytes) of each step, in order; a half-written last line is passed over.
 
-
-def _text(file: Path) -> str:
+    Raises ConfigError naming the line where one is damaged or a step is missing.
+    """
     try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        lines = file.read_bytes().split(b"\n") if file.exists() else []
+    except OSError as error:
         raise ConfigError(f"{file}: cannot be read ({error})") from None
+    found: list[tuple[dict[str, Any], int]] = []
+    end = 0
+    for number, line in enumerate(lines, 1):
+        if number == len(lines):  # nothing follows a line's end, half a line has none
+            break
+        end += len(line) + 1
+        try:
+            row = json.loads(line)
+        except ValueError:
+            if not any(lines[number:]):  # the machine's end may leave zeros
+                break
+            raise ConfigError(f"{file}, line {number}: not JSON") from None
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise ConfigError(f"{file}, line {number}: not the metrics of a step")
+        if found and row["step"] != found[-1][0]["step"] + 1:
+            raise ConfigError(f"{file}, line {number}: step {row['step']} follows step {found[-1][0]['step']}")
+        found.append((row, end))
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from spiral_fast.record.files import by_step
 from spiral_fast.record.trace_store import SCHEMA, read_traces
 
 TOKENS = ("prompt", "tokens", "logp")  # large columns nobody reads by eye
@@ -36,10 +37,9 @@ def sample_traces(run_dir: Path) -> Samples | None:
 
     Raises ConfigError for a file that cannot be read.
     """
-    files = sorted((run_dir / "traces").glob("step_*.parquet"))
-    if not files:
+    step = max(by_step(run_dir / "traces", ".parquet"), default=None)
+    if step is None:
         return None
-    step = int(files[-1].stem.removeprefix("step_"))
     rows = read_traces(run_dir, step, [name for name in SCHEMA.names if name not in TOKENS]).to_pylist()
     if not rows:
         return None

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from spiral_fast.config import ConfigError
-from spiral_fast.record.files import writing, written_aside
+from spiral_fast.record.files import by_step, writing, written_aside
 from spiral_fast.trace import AGGREGATION, Problem, ProblemRollout, Trace, TraceKey
 
 SCHEMA = pa.schema(
@@ -68,7 +68,7 @@ def read_traces(run_dir: str | Path, step: int | None = None, columns: list[str]
     """The traces of one step, or of all steps, of a run; all columns, or the named ones. A column that an older run
     did not write is null. Raises ConfigError for a file that cannot be read."""
     folder = Path(run_dir) / "traces"
-    files = [folder / f"step_{step:06d}.parquet"] if step is not None else sorted(folder.glob("step_*.parquet"))
+    files = [folder / f"step_{step:06d}.parquet"] if step is not None else by_step(folder, ".parquet").values()
     columns = columns or SCHEMA.names
     tables = [read_file(file, columns) for file in files]
     return pa.concat_tables([SCHEMA.empty_table().select(columns), *tables])

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from spiral_fast.config import ConfigError, RecordConfig
+from spiral_fast.config import Config, ConfigError, RecordConfig
 from spiral_fast.learner.learner import Learner
 from spiral_fast.record.checkpoints import Checkpoints, Position
 from spiral_fast.record.files import CannotWrite
@@ -15,10 +15,14 @@ from tests.learner.tiny import RAGGED, config, largest_difference, loaded, weigh
 NOWHERE = 10**6  # metrics.jsonl is never the shorter one here
 
 
+def recorded_with(**settings) -> Config:
+    return config().model_copy(update={"record": RecordConfig(**settings)})
+
+
 def made(folder, steps: int, problems: str = "these", **settings) -> tuple[Checkpoints, list[str], Learner]:
     """A run of `steps` steps, saved after each; what it said, and its learner."""
     said: list[str] = []
-    checkpoints = Checkpoints(folder, RecordConfig(**settings), problems, said.append)
+    checkpoints = Checkpoints(folder, recorded_with(**settings), problems, said.append)
     learner = Learner(config(), loaded())
     checkpoints.save(Position(), learner)
     for step in range(1, steps + 1):
@@ -39,10 +43,13 @@ def test_the_newest_is_restored_with_its_position(tmp_path):
     assert said == [f"resumed from {tmp_path / 'step_000003'}"]
 
 
-def test_without_any_the_run_starts_anew(tmp_path):
+def test_without_any_the_run_starts_anew_unless_steps_are_recorded(tmp_path):
     said: list[str] = []
-    assert Checkpoints(tmp_path / "none", RecordConfig(), "these", said.append).restore(None, NOWHERE) is None
+    checkpoints = Checkpoints(tmp_path / "none", config(), "these", said.append)
+    assert checkpoints.restore(None, 0) is None
     assert said == ["no checkpoint yet: the run starts anew"]
+    with pytest.raises(ConfigError, match=r"^--resume: .*none holds no whole checkpoint, but 3 steps are recorded"):
+        checkpoints.restore(None, 3)
 
 
 def change(folder) -> str:
@@ -76,7 +83,7 @@ def edit_position(folder) -> str:
 
 def lose_digests(folder) -> str:
     (folder / "digests.json").unlink()
-    return "digests.json cannot be read"
+    return "digests.json is missing"
 
 
 def break_digests(folder) -> str:
@@ -92,7 +99,7 @@ def list_digests(folder) -> str:
 def empty(folder) -> str:
     shutil.rmtree(folder)
     folder.mkdir()
-    return "digests.json cannot be read"
+    return "digests.json is missing"
 
 
 @pytest.mark.parametrize(
@@ -106,15 +113,29 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(tmp_path, damage):
     assert said[1] == f"resumed from {tmp_path / 'step_000002'}"
 
 
-def test_one_that_is_ahead_of_the_metrics_is_passed_over(tmp_path):
+def test_metrics_that_end_before_a_whole_checkpoint_cost_none(tmp_path):
     checkpoints, said, _ = made(tmp_path, 3)
+    before = names(tmp_path)
+    with pytest.raises(ConfigError, match=r"metrics.jsonl ends at step 2, before .*step_000003: restore the file"):
+        checkpoints.restore(Learner(config(), loaded()), 2)
+    assert said == [] and names(tmp_path) == before
+    shutil.rmtree(tmp_path / "step_000003")
     assert checkpoints.restore(Learner(config(), loaded()), 2) == Position(2, 6, 0)
-    assert said[0] == "checkpoint step_000003 is passed over: metrics.jsonl ends at step 2"
+
+
+def test_copies_that_a_user_made_are_left_alone(tmp_path):
+    checkpoints, said, learner = made(tmp_path, 2, keep_last=1)
+    mine = [tmp_path / "step_000002_good", tmp_path / "step_000009 copy", tmp_path / "step_9"]
+    for folder in mine:
+        shutil.copytree(tmp_path / "step_000002", folder)
+    checkpoints.save(Position(3, 9, 0), learner)
+    assert names(tmp_path) == sorted(["step_000000", "step_000003", *(folder.name for folder in mine)])
+    assert checkpoints.restore(Learner(config(), loaded()), NOWHERE) == Position(3, 9, 0)
 
 
 def test_other_training_problems_are_refused(tmp_path):
     made(tmp_path, 1)
-    other = Checkpoints(tmp_path, RecordConfig(), "those", lambda line: None)
+    other = Checkpoints(tmp_path, config(), "those", lambda line: None)
     with pytest.raises(ConfigError, match=r"^--resume: the training problems are not those"):
         other.restore(Learner(config(), loaded()), NOWHERE)
 

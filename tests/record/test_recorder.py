@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from spiral_fast.config import Config, ConfigError
-from spiral_fast.record.files import CannotWrite, cannot_write, write_json
+from spiral_fast.record.files import CannotWrite, cannot_write, write_json, writing
 from spiral_fast.record.recorder import Recorder
 from tests.record.run_of_three_steps import config_of, evaluation, make_run, metrics, quiet, rollout
 
@@ -62,6 +62,12 @@ def test_a_start_that_recorded_nothing_may_be_made_again(tmp_path):
         Recorder(tmp_path, config_of(tmp_path), quiet()[0])
 
 
+def test_a_run_in_the_folder_of_a_replay_that_recorded_nothing_is_no_replay(tmp_path):
+    (tmp_path / "replay.json").write_text('{"traces": "x"}')
+    with Recorder(tmp_path, config_of(tmp_path), quiet()[0]):
+        assert not (tmp_path / "replay.json").exists()
+
+
 def test_checkpoints_alone_are_a_run(tmp_path):
     (tmp_path / "checkpoints" / "step_000050").mkdir(parents=True)
     with pytest.raises(ConfigError, match="already holds a run"):
@@ -101,6 +107,19 @@ def test_a_failed_write_is_found_behind_what_followed_it():
             raise full
     except Exception as error:
         assert cannot_write(error) == "traces: cannot be written (No space left on device)"
+
+
+def test_a_file_is_named_once_when_a_second_write_fails_too(tmp_path):
+    """A run that could not save tries once more on its way out."""
+    full = Exception("Error while serializing: I/O error: No space left on device (os error 28)")
+    with pytest.raises(CannotWrite) as error:
+        try:
+            with writing(tmp_path / "file"):
+                raise full
+        finally:
+            with writing(tmp_path / "file"):
+                raise full
+    assert str(error.value).count("cannot be written") == 1
 
 
 def test_traces_can_be_off(tmp_path):
