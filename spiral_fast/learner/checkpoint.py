@@ -4,6 +4,7 @@ next steps bit for bit."""
 from __future__ import annotations
 
 import json
+from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,10 @@ def save(learner: Learner, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     whole = {name: _plain(tensor) for name, tensor in learner.parameters.items()}
     save_file(get_peft_model_state_dict(model, state_dict=whole), folder / "adapter_model.safetensors")
-    model.active_peft_config.save_pretrained(folder)
+    settings = copy(model.active_peft_config)
+    if not isinstance(settings.target_modules, str):  # peft holds a set, in another order in each process
+        settings.target_modules = sorted(settings.target_modules)
+    settings.save_pretrained(folder)
     state = learner.optimiser.state
     moments = {
         f"{name}.{moment}": _plain(state[parameter][moment])

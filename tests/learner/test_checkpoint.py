@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -29,6 +31,13 @@ def test_plain_peft_loads_the_adapter(tmp_path):
     model = PeftModel.from_pretrained(base, tmp_path / "step_1", autocast_adapter_dtype=False).eval()
     for row, logp in zip(RAGGED, learner.log_probs(RAGGED), strict=True):
         np.testing.assert_allclose(logp, plain_log_probs(model, row, 1.0).detach(), atol=1e-12, rtol=0)
+
+
+def test_the_config_of_the_adapter_is_the_same_in_every_process(tmp_path):
+    """peft keeps the module names in a set, whose order differs from process to process."""
+    Learner(config(), loaded()).save(tmp_path / "step_0")
+    names = json.loads((tmp_path / "step_0" / "adapter_config.json").read_text())["target_modules"]
+    assert len(names) > 4 and names == sorted(names)
 
 
 def test_a_restored_run_goes_on_bit_for_bit(tmp_path):
