@@ -14,9 +14,12 @@ def main() -> None:
     missing = [package for module, package in NEEDS.items() if importlib.util.find_spec(module) is None]
     if missing:
         sys.exit(f"spiral-fast: {', '.join(missing)} not installed; run: {install_command('train')}")
-    from spiral_fast.commands import app
+    try:
+        from spiral_fast.commands import app
 
-    app()
+        app()
+    except KeyboardInterrupt:  # before a command began
+        sys.exit(130)
 
 
 if __name__ == "__main__":

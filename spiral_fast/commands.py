@@ -134,6 +134,7 @@ def train(
     spiral-fast train configs/demo.yaml --replay runs/short run_dir=runs/again
     """
     overrides = overrides or []
+    from spiral_fast.interrupts import sigterm_raises
     from spiral_fast.record.files import refuse_other_run, refuse_unwritable
     from spiral_fast.record.writers.writers import refuse_missing_writers
 
@@ -154,19 +155,20 @@ def train(
     if resume is None:
         refuse_other_run(settings.run_dir)
     try:
-        if dry_run:
-            from spiral_fast.dry_run import dry_run as show
+        with sigterm_raises():  # while everything is loaded too
+            if dry_run:
+                from spiral_fast.dry_run import dry_run as show
 
-            show(settings)
-            return
-        if replay is not None:
-            from spiral_fast.replay import replay as run
+                show(settings)
+                return
+            if replay is not None:
+                from spiral_fast.replay import replay as run
 
-            folder = run(settings, replay)
-        else:
-            from spiral_fast.train import train as run
+                folder = run(settings, replay)
+            else:
+                from spiral_fast.train import train as run
 
-            folder = run(settings, resume=resume is not None)
+                folder = run(settings, resume=resume is not None)
     except KeyboardInterrupt as interrupt:
         _stopped(settings, dry_run, interrupt)
     typer.echo(f"report {folder / 'report.html'}")

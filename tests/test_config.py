@@ -193,5 +193,11 @@ def test_bad_overrides(override):
     assert str(error.value).startswith(repr(override))
 
 
+def test_a_tilde_is_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    config = load_config("configs/demo.yaml", ["run_dir=~/run", "model.adapter=~/adapter"])
+    assert (config.run_dir, config.model.adapter) == ("/home/someone/run", "/home/someone/adapter")
+
+
 def test_override_wins():
     assert load_config("configs/demo.yaml", ["learner.steps=7", "credit.search_weight=unbiased"]).learner.steps == 7
