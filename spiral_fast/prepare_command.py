@@ -30,13 +30,14 @@ def prepare(config: Config, out: Path) -> None:
     source = config.problems
     if source.source in GENERATED:
         raise ConfigError(f"problems.source: {source.source!r} generates its problems; there is nothing to prepare")
-    if out.exists():
+    if out.exists() or out.is_symlink():
         raise ConfigError(f"--out: {str(out)!r} exists already; choose another folder")
     refuse_unwritable("--out", out.parent)
     sets = load_problems(config, lambda: _prompts(config))
     account = _account(config, sets)
     aside = out.with_name(f".{out.name}.tmp")
     with writing(out):
+        shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed here
         try:
             aside.mkdir(parents=True)
             for name, problems in (("train", sets.train), ("eval", sets.eval)):
@@ -69,13 +70,14 @@ def _line(problem: Problem) -> str:
 
 def _account(config: Config, sets: ProblemSets) -> dict[str, Any]:
     source = config.problems
+    counted = source.filters.min_prompt_tokens or source.filters.max_prompt_tokens
     return {
         "counts": sets.counts,
         "filter": statement(source.filters),
         "evaluation": _evaluation(source, config.seed),
         "inputs": _inputs(config),
         "problems": source.model_dump(mode="json"),
-        "max_prompt_tokens counted by": config.model.path if source.filters.max_prompt_tokens else None,
+        "prompt tokens counted by": config.model.path if counted else None,
         "spiral_fast": version("spiral-fast"),
     }
 

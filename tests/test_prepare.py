@@ -79,6 +79,20 @@ def test_nothing_is_overwritten_and_a_failure_leaves_nothing(tmp_path):
     result, _ = prepare(tmp_path, out="other", answer_field="missing")
     assert result.exit_code == 2 and "rows.jsonl:1: the field 'missing' is missing" in result.output
     assert not (tmp_path / "other").exists() and not list(tmp_path.glob(".*.tmp"))
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    result, _ = prepare(tmp_path, out="link")
+    assert result.exit_code == 2 and "exists already; choose another folder" in result.output
+
+
+def test_what_a_killed_process_left_aside_is_in_nobodys_way(tmp_path):
+    (tmp_path / ".prepared.tmp").mkdir()
+    (tmp_path / ".prepared.tmp" / "junk").touch()
+    assert prepare(tmp_path)[0].exit_code == 0
+    assert sorted(path.name for path in (tmp_path / "prepared").iterdir()) == [
+        "counts.json",
+        "eval.jsonl",
+        "train.jsonl",
+    ]
 
 
 def test_generated_tasks_have_nothing_to_prepare(tmp_path):

@@ -20,6 +20,9 @@ def parquet_rows(path: str | Path) -> Iterator[Row]:
     number = 0
     try:
         with ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise ConfigError(f"{path}: two columns are called {twice[0]!r}; rename one")
             for batch in file.iter_batches(1024):
                 for values in batch.to_pylist():
                     yield Row(f"{path}: row {number}", f"{path.name}:{number}", values)

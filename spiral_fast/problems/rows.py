@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -63,16 +64,17 @@ def eval_fields(problems: ProblemsConfig) -> Fields:
 
 def problem_of(row: Row, fields: Fields) -> Problem:
     """Top-level keys that are not used go to `Problem.data`. Raises BadRow."""
-    question = _text(row, fields.question, numbers=False)
-    answer = _text(row, fields.answer, numbers=fields.numbers_as_text)
+    question = _text(row, fields.question)
+    answer = _text(row, fields.answer, fields.numbers_as_text, hinted=True)
     if fields.answer_pattern is not None:
         answer = _matched(row, fields.answer, answer, fields.answer_pattern)
     id = row.default_id
     if fields.id is not None:
         value = value_at(row, fields.id)
-        id = str(value) if _is_integer(value) else _text(row, fields.id, numbers=False)
+        id = str(value) if _is_integer(value) else _text(row, fields.id)
     used = {fields.question, fields.answer, fields.id}
-    return Problem(id, question, answer, {key: _plain(row, key, v) for key, v in row.values.items() if key not in used})
+    kept = {_encodable(row, key, key): _plain(row, key, v) for key, v in row.values.items() if key not in used}
+    return Problem(id, question, answer, kept)
 
 
 def value_at(row: Row, name: str) -> Any:
@@ -94,20 +96,26 @@ def short(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _text(row: Row, name: str, numbers: bool) -> str:
+def _text(row: Row, name: str, numbers: bool = False, hinted: bool = False) -> str:
+    """`numbers`: a number stands for its spelling. `hinted`: where not, the error says how it would."""
     value = value_at(row, name)
-    if _is_number(value) and numbers:
+    spelled = _is_number(value) and math.isfinite(value)
+    if spelled and numbers:
         return json.dumps(value)
     if not isinstance(value, str):
-        hint = "; set problems.numbers_as_text to take it as text" if _is_number(value) else ""
+        hint = "; set problems.numbers_as_text to take it as text" if spelled and hinted else ""
         raise BadRow(row, f"the field {name!r} must be a string", f", found {_shown(value)}{hint}")
     if not value.strip():
         raise BadRow(row, f"the field {name!r} is empty")
+    return _encodable(row, name, value)
+
+
+def _encodable(row: Row, name: str, text: str) -> str:
     try:
-        value.encode()
-    except UnicodeEncodeError:  # JSON can spell half of a surrogate pair, which no tokenizer takes
-        raise BadRow(row, f"the field {name!r} holds a lone surrogate", f": {short(ascii(value))}") from None
-    return value
+        text.encode()
+    except UnicodeEncodeError:  # JSON can spell half of a surrogate pair, which no tokenizer and no file takes
+        raise BadRow(row, f"the field {name!r} holds a lone surrogate", f": {short(ascii(text))}") from None
+    return text
 
 
 def _matched(row: Row, name: str, text: str, pattern: str) -> str:
@@ -140,10 +148,12 @@ def _held(value: Any) -> str:
 
 def _plain(row: Row, key: str, value: Any) -> Any:
     """`value` as JSON would give it back: what is kept is recorded, and handed to reward processes."""
-    if value is None or isinstance(value, str | bool | int | float):
+    if isinstance(value, str):
+        return _encodable(row, key, value)
+    if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, dict):
-        return {str(name): _plain(row, key, item) for name, item in value.items()}
+        return {_encodable(row, key, str(name)): _plain(row, key, item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(row, key, item) for item in value]
     if isinstance(value, date | time):

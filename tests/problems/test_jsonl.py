@@ -54,6 +54,12 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
         ('{"question": "1+1", "answer": 2}', "'answer' must be a string, found 2; set problems.numbers_as_text"),
         ('{"question": "1+1", "answer": null}', "'answer' must be a string, found null"),
         ('{"question": "\\ud800", "answer": "2"}', "lone surrogate"),
+        ('{"question": "1+1", "answer": "2", "level": "\\ud800"}', "the field 'level' holds a lone surrogate"),
+        ('{"question": "1+1", "answer": "2", "of": {"\\ud800": 1}}', "the field 'of' holds a lone surrogate"),
+        ('{"question": "1+1", "answer": "2", "\\ud800": 1}', "holds a lone surrogate"),
+        ('{"question": "1+1", "answer": "1", "answer": "2"}', "the key 'answer' is given twice"),
+        ("\x1b[2J", "not JSON (Expecting value: line 1 column 1 (char 0)): '\\x1b[2J'"),
+        ('{"question": 7, "answer": "2"}', "'question' must be a string, found 7"),
     ],
 )
 def test_a_bad_row_names_file_and_line(tmp_path, line, says):
@@ -75,7 +81,9 @@ def test_files_that_cannot_be_used(tmp_path):
         read_jsonl(tmp_path / "missing.jsonl")
     with pytest.raises(ConfigError, match="holds no problem"):
         read_jsonl(write(tmp_path, "", " "))
-    (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe\x00")
-    for path in (tmp_path / "bytes.jsonl", tmp_path / "nul\0.jsonl", tmp_path, tmp_path / ("n" * 300)):
-        with pytest.raises(ConfigError, match="cannot be read as UTF-8 text"):
+    for path in (tmp_path / "nul\0.jsonl", tmp_path, tmp_path / ("n" * 300)):
+        with pytest.raises(ConfigError, match="cannot be read"):
             read_jsonl(path)
+    (tmp_path / "bytes.jsonl").write_bytes(f"{GOOD}\n{GOOD}\n\xe9\n".encode("latin1"))
+    with pytest.raises(ConfigError, match=r"bytes.jsonl:3: not UTF-8 \(.*\); convert the file$"):
+        read_jsonl(tmp_path / "bytes.jsonl")

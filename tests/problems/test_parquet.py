@@ -48,3 +48,10 @@ def test_files_that_cannot_be_used(tmp_path):
     with pytest.raises(ConfigError, match="holds no row"):
         pq.write_table(pa.table({"question": pa.array([], pa.string())}), tmp_path / "none.parquet")
         list(parquet_rows(tmp_path / "none.parquet"))
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    table = pa.table([["q"], ["1"], ["2"]], names=["question", "answer", "answer"])
+    pq.write_table(table, tmp_path / "twice.parquet")
+    with pytest.raises(ConfigError, match="twice.parquet: two columns are called 'answer'"):
+        list(parquet_rows(tmp_path / "twice.parquet"))

@@ -65,6 +65,7 @@ def test_answers_that_are_mapped(answer, fields, expected):
     ("answer", "fields", "says"),
     [
         (42, {}, "the field 'answer' must be a string, found 42; set problems.numbers_as_text to take it as text"),
+        (float("nan"), {"numbers_as_text": True}, "the field 'answer' must be a string, found NaN"),
         (True, {"numbers_as_text": True}, "the field 'answer' must be a string, found true"),
         (None, {"numbers_as_text": True}, "the field 'answer' must be a string, found null"),
         ([1], {}, "the field 'answer' must be a string, found [1]"),
@@ -99,7 +100,7 @@ def test_kept_data_is_what_json_gives_back():
 
 
 def test_a_question_is_never_a_number():
-    with pytest.raises(BadRow, match="'question' must be a string"):
+    with pytest.raises(BadRow, match="'question' must be a string, found 5$"):
         problem_of(row(question=5, answer="5"), Fields(numbers_as_text=True))
 
 
