@@ -7,7 +7,7 @@ from fractions import Fraction
 from math import isfinite
 from numbers import Rational, Real
 
-from spiral_fast.by_name import CannotLoad, find_function
+from spiral_fast.by_name import CannotLoad, find_function, first_line
 from spiral_fast.config import ConfigError
 from spiral_fast.trace import ProblemRollout
 
@@ -32,13 +32,25 @@ def load_diversity(name: str) -> Diversity:
 
 
 def set_diversities(rollout: ProblemRollout, diversity: Diversity) -> list[Rational | float]:
-    """d(G) of each of the problem's sets. Raises ConfigError for a value that is not a finite number."""
+    """d(G) of each of the problem's sets. Raises ConfigError where the function fails or gives no finite number."""
     values = []
     for k, members in enumerate(rollout.sets):
         traces = [rollout.search[i] for i in members]
-        value = diversity([trace.answer for trace in traces], [trace.text for trace in traces])
-        if not isinstance(value, Real) or not isfinite(value):
-            which = f"set {k} of problem {rollout.problem.id!r}"
-            raise ConfigError(f"credit.diversity: {value!r} for {which}: a finite number is needed")
+        which = f"set {k} of problem {rollout.problem.id!r}"
+        try:
+            value = diversity([trace.answer for trace in traces], [trace.text for trace in traces])
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"credit.diversity: fails on {which}: {first_line(error)}") from error
+        if not _is_finite(value):
+            shown = repr(value)
+            shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
+            raise ConfigError(f"credit.diversity: {shown} for {which}: a finite number is needed")
         values.append(value if isinstance(value, Rational) else float(value))
     return values
+
+
+def _is_finite(value: object) -> bool:
+    try:
+        return isinstance(value, Real) and isfinite(value)
+    except OverflowError:  # an integer that no float holds
+        return False

@@ -65,3 +65,22 @@ def test_numpy_numbers_are_numbers():
     problem = rollout(["4", "5"], ["", ""], [[0], [1]])
     assert set_diversities(problem, lambda answers, texts: np.float32(0.5)) == [0.5, 0.5]
     assert set_diversities(problem, lambda answers, texts: np.int64(2)) == [2, 2]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no model\nand more"), SystemExit(0), KeyError("4")])
+def test_a_function_that_fails_is_one_line_by_set_and_problem(error):
+    """SystemExit too: it would end the training as if it were done."""
+
+    def fails(answers, texts):
+        if answers == ["5"]:
+            raise error
+        return 1
+
+    with pytest.raises(ConfigError, match=r"^credit.diversity: fails on set 1 of problem 'p': ") as refused:
+        set_diversities(rollout(["4", "5"], ["", ""], [[0], [1]]), fails)
+    assert type(error).__name__ in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_an_integer_that_no_float_holds_is_refused():
+    with pytest.raises(ConfigError, match=r"^credit.diversity: 10+\.\.\. for set 0 of problem 'p': a finite number"):
+        set_diversities(rollout(["4"], [""], [[0]]), lambda answers, texts: 10**400)
