@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from spiral_fast.config import Config, ConfigError
 from spiral_fast.interrupts import interrupts_held
-from spiral_fast.record.files import by_step, write_json, writing
+from spiral_fast.record.files import by_step, sync, write_json, writing
 from spiral_fast.resume import fixed_values
 
 if TYPE_CHECKING:
@@ -58,10 +57,10 @@ class Checkpoints:
                 (aside / "run.json").write_text(json.dumps(content) + "\n")
                 (aside / DIGESTS).write_text(json.dumps(_digests(aside), indent=1) + "\n")
                 for file in [*aside.iterdir(), aside]:
-                    _sync(file)
+                    sync(file)
                 shutil.rmtree(target, ignore_errors=True)  # one that a resumed run found damaged
                 aside.rename(target)
-                _sync(self.folder)
+                sync(self.folder)
             finally:
                 shutil.rmtree(aside, ignore_errors=True)
             self._remove_old(position)
@@ -157,12 +156,3 @@ def _digests(folder: Path) -> dict[str, str]:
             with file.open("rb") as content:
                 digests[file.name] = hashlib.file_digest(content, "sha256").hexdigest()
     return digests
-
-
-def _sync(path: Path) -> None:
-    """Onto the disk itself: a checkpoint must also survive the machine's end."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -70,9 +70,19 @@ def written_aside(path: Path) -> Iterator[Path]:
     with writing(path):
         try:
             yield aside
+            sync(aside)
             os.replace(aside, path)
         finally:
             aside.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Onto the disk itself: what was recorded must also survive the machine's end."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_json(path: Path, content: Any) -> None:

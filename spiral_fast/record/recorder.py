@@ -33,6 +33,8 @@ from spiral_fast.record.trace_store import write_traces
 from spiral_fast.record.writers.writers import Writers
 from spiral_fast.trace import ProblemRollout
 
+OF_THE_MACHINE = ("processor", "torch_threads", "gpus")  # of environment.json: what decides how sums are rounded
+
 
 class Recorder:
     """Writes config.yaml, environment.json, metrics.jsonl, traces/ and eval_<label>.json, hands the numbers on to the
@@ -152,18 +154,17 @@ class Recorder:
         }
 
     def _environment(self, resume: bool) -> None:
-        """environment.json of the run's begin stays; a resumed run on other packages says so."""
+        """environment.json of the run's begin stays; a resumed run on other packages or another machine says so."""
         file, now = self.run_dir / "environment.json", environment()
         if not resume or not file.exists():
             write_json(file, now)
             return
-        then = mapping_of(file, json.loads, ["packages"])
-        for name, version in now["packages"].items():
-            if then["packages"].get(name) != version:
-                self.console.line(
-                    f"  warning: {name} is {version}, the run was begun with {then['packages'].get(name)}: it may not "
-                    "go on bit for bit"
-                )
+        old = mapping_of(file, json.loads, ["packages"])
+        begun = old["packages"] | {name: old.get(name) for name in OF_THE_MACHINE}
+        for name, value in (now["packages"] | {name: now[name] for name in OF_THE_MACHINE}).items():
+            if begun.get(name) != value:
+                then = f"the run was begun with {begun.get(name)}"
+                self.console.line(f"  warning: {name} is {value}, {then}: it may not go on bit for bit")
 
     def _lock(self) -> None:
         """Until something is recorded, only this tells a second run that the folder is taken. Ends with the process."""

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,15 @@ def test_a_file_is_named_once_when_a_second_write_fails_too(tmp_path):
     assert str(error.value).count("cannot be written") == 1
 
 
+def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path, monkeypatch):
+    done = []
+    real = os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (done.append(os.readlink(f"/proc/self/fd/{fd}")), real[0](fd)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (done.append("renamed"), real[1](old, new)))
+    write_json(tmp_path / "eval_x.json", {})
+    assert done == [str(tmp_path / ".eval_x.json.tmp"), "renamed"]
+
+
 def test_traces_can_be_off(tmp_path):
     config = config_of(tmp_path, record={"traces": False})
     with Recorder(tmp_path, config, quiet()[0]) as record:
@@ -183,13 +193,16 @@ def test_resuming_a_folder_without_a_run_is_refused(tmp_path):
         Recorder(tmp_path, config_of(tmp_path), quiet()[0], resume=True)
 
 
-def test_other_packages_than_the_run_began_with_are_named(tmp_path):
+def test_other_packages_and_threads_than_the_run_began_with_are_named(tmp_path):
     run = make_run(tmp_path)
     environment = json.loads((run / "environment.json").read_text())
     environment["packages"]["peft"] = "0.0.1"
+    environment["torch_threads"] = 77
     write_json(run / "environment.json", environment)
     console, text = quiet()
     with Recorder(run, config_of(run), console, resume=True):
         pass
     assert "the run was begun with 0.0.1: it may not go on bit for bit" in text.getvalue()
+    assert "the run was begun with 77: it may not go on bit for bit" in text.getvalue()
+    assert text.getvalue().count("warning") == 2
     assert json.loads((run / "environment.json").read_text()) == environment
