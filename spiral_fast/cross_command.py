@@ -54,7 +54,10 @@ def cross_pair(
     from spiral_fast.rollout.make_engine import make_engine
     from spiral_fast.set_up import set_up
 
-    picture, folder = out.with_suffix(".svg"), traces_folder(out)
+    folder = traces_folder(out)
+    picture = out.with_suffix(".svg")
+    if picture == out:
+        raise ConfigError(f"--out: {str(out)!r} is the plot's name; the numbers take another, for example cross.json")
     refuse_unwritable("--out", out.parent, longest_name=f".{out.name}_traces")
     if not resume:
         for file in (out, picture):
@@ -112,9 +115,9 @@ def cross_pair(
     for s in search:
         cells = [number(result["matrix"][s][a], intervals["matrix"][s][a]) for a in aggregation]
         shown.add_row(s, number(result["search_accuracy"][s], intervals["search_accuracy"][s]), *cells)
-    console.rich.print(shown)
     write_json(out, result)
     with written_aside(picture) as aside:
         aside.write_text(svg(heat_map(result)))
+    console.rich.print(shown)
     console.line(f"written to {out}")
     return result

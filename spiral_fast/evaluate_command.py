@@ -27,6 +27,8 @@ def parse_shard(text: str) -> Shard:
 
 
 def traces_folder(out: Path) -> Path:
+    if not out.name:
+        raise ConfigError(f"--out: {str(out)!r} names no file")
     return out.with_name(f"{out.stem}_traces")
 
 
@@ -56,9 +58,9 @@ def evaluate_adapter(
     from spiral_fast.rollout.make_engine import make_engine
     from spiral_fast.set_up import set_up
 
+    folder = traces_folder(out)
     pictures = {name: out.with_name(f"{out.stem}_{name}.svg") for name in FIGURES}
     refuse_unwritable("--out", out.parent, longest_name=f".{out.name}_{max(FIGURES, key=len)}")
-    folder = traces_folder(out)
     if not resume:
         for file in (out, *pictures.values()):
             if file.exists():
@@ -98,12 +100,12 @@ def evaluate_adapter(
         if lacking:
             console.line(f"{lacking} of {len(parts_of)} chunks are missing in {folder}: the last shard writes {out}")
             return None
-        measured = [measure(one, config) for i, part in enumerate(parts_of) for one in store.read(i, part)]
+        measured = [measure(one, config) for i, part in enumerate(parts_of) for one in store.read(i, part, per_problem)]
         result = summarise(measured, config, 0)
-        console.rich.print(table({label: result}))
         write_json(out, result)
         for name, figure in figures({label: result}).items():
             with written_aside(pictures[name]) as aside:
                 aside.write_text(svg(figure))
+    console.rich.print(table({label: result}))
     console.line(f"written to {out}")
     return result

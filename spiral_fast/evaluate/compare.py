@@ -11,7 +11,7 @@ import numpy as np
 from spiral_fast.config import ConfigError
 from spiral_fast.evaluate.bootstrap import bootstrap_interval
 from spiral_fast.evaluate.budget import rsa_name
-from spiral_fast.evaluate.plots import figures
+from spiral_fast.evaluate.plots import LEGIBLE, figures
 from spiral_fast.evaluate.table import lines, number
 from spiral_fast.record.charts import svg
 from spiral_fast.record.page import gallery, page, table
@@ -26,7 +26,7 @@ def check_comparable(evaluations: Mapping[str, dict]) -> None:
         if [row["id"] for row in evaluation["per_problem"]] != [row["id"] for row in reference["per_problem"]]:
             sizes = f"{reference['problems']} and {evaluation['problems']}"
             raise ConfigError(f"{first} and {label} are evaluations of different problems ({sizes} of them)")
-        if evaluation.get("problems_digest") != reference.get("problems_digest"):
+        if evaluation["problems_digest"] != reference["problems_digest"]:
             raise ConfigError(
                 f"{first} and {label} are evaluations of different problems: the ids are the same, the questions or "
                 "answers are not (evaluate them with the same seed and problems)"
@@ -65,7 +65,7 @@ def comparison_page(evaluations: Mapping[str, dict]) -> str:
         f"{reference['intervals']['level']:.0%} bootstrap intervals over the problems; in "
         "parentheses: aggregations, few = of fewer than 10 problems. RSA a/b: recursive self-aggregation with a "
         "population of a and sets of b. pass (oracle) needs somebody who knows the right answer.</p>\n"
-        f"{gallery(svg(figure) for figure in figures(evaluations).values())}\n"
+        f"{_left_out(evaluations)}{gallery(svg(figure) for figure in figures(evaluations).values())}\n"
     )
     if others:
         found = differences(evaluations)
@@ -75,10 +75,19 @@ def comparison_page(evaluations: Mapping[str, dict]) -> str:
             pairs = [found[label].get(metric) for label in others]
             rows.append([metric, *(number(p["difference"], p["interval"], "+") if p else "" for p in pairs)])
         body += (
-            f"<h2>Differences to {escape(first)}</h2>\n<p>Problem by problem; an interval without 0 is a difference "
-            f"that other problems of this kind would show too.</p>\n{table(['', *others], rows)}\n"
+            f"<h2>Differences to {escape(first)}</h2>\n<p>Problem by problem. Where an interval does not hold 0, other "
+            "problems of this kind would likely show a difference too; each interval misses in about one case of "
+            f"twenty, and none says what another training run would give.</p>\n{table(['', *others], rows)}\n"
         )
     return page(f"spiral-fast: {', '.join(evaluations)}", f"{body}<h2>Every number</h2>\n{numbers}")
+
+
+def _left_out(evaluations: Mapping[str, dict]) -> str:
+    if len(evaluations) <= LEGIBLE:
+        return ""
+    return (
+        f"<p>The figures of token budgets and of candidates show the first and the last of the {len(evaluations)}.</p>"
+    )
 
 
 def _columns(evaluation: dict) -> Iterator[tuple[str, np.ndarray]]:

@@ -61,7 +61,9 @@ def sample_cross(
         for searcher in search:
 
             def aggregations(part: Sequence[Problem], number: int, searcher: str = searcher) -> list[ProblemSamples]:
-                population = [one.search for one in store.read(f"search_{searcher}_{number:06d}", part)]
+                population = [
+                    one.search for one in store.read(f"search_{searcher}_{number:06d}", part, shape.population)
+                ]
                 traces = sampler.aggregate(part, population, shape.set_size, 1)
                 return [ProblemSamples(problem, [], [[one]]) for problem, one in zip(part, traces, strict=True)]
 
@@ -77,8 +79,8 @@ def summarise_cross(
 
     def traces(name: str) -> list[list[Sample]]:
         """[problem][trace]"""
-        read = (one for number, part in enumerate(parts) for one in store.read(f"{name}_{number:06d}", part))
-        return [one.search or one.rsa[0][0] for one in read]
+        read = (store.read(f"{name}_{number:06d}", part, shape.population) for number, part in enumerate(parts))
+        return [one.search or one.rsa[0][0] for part in read for one in part]
 
     def accuracies(sampled: list[list[Sample]]) -> np.ndarray:
         """(P,) share of correct traces"""

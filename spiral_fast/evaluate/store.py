@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from spiral_fast.by_name import first_line
 from spiral_fast.config import Config, ConfigError
 from spiral_fast.evaluate.sampling import ProblemSamples
 from spiral_fast.evaluate.stage import Sample
@@ -91,11 +92,24 @@ class Store:
             self._check()
 
     def _check(self) -> None:
-        for key, found, wanted in _differences(json.loads((self.folder / "identity.json").read_text()), self.identity):
+        for key, found, wanted in _differences(self._found(), self.identity):
             raise ConfigError(
                 f"--out: {str(self.folder)!r} holds traces of another evaluation: there {key} is {found!r}, here "
                 f"{wanted!r}; choose another --out"
             )
+
+    def _found(self) -> dict[str, Any]:
+        file = self.folder / "identity.json"
+        try:
+            found = json.loads(file.read_text())
+        except (OSError, ValueError) as error:
+            found = getattr(error, "strerror", None) or error
+        if isinstance(found, dict):
+            return found
+        raise ConfigError(
+            f"--out: {str(file)!r} cannot be read ({found}): what the traces beside it are of is unknown; choose "
+            "another --out"
+        )
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -122,18 +136,26 @@ class Store:
             with written_aside(self.file(name)) as aside:
                 pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), aside, compression="zstd")
 
-    def read(self, name: str | int, problems: Sequence[Problem]) -> list[ProblemSamples]:
-        return read_chunk(self.file(name), problems)
+    def read(self, name: str | int, problems: Sequence[Problem], traces: int) -> list[ProblemSamples]:
+        return read_chunk(self.file(name), problems, traces)
 
 
 def holds_traces(folder: Path) -> bool:
     return any(folder.glob("*.parquet"))
 
 
-def read_chunk(file: Path, problems: Sequence[Problem]) -> list[ProblemSamples]:
-    """The traces of `problems`, exactly as they were written."""
+def read_chunk(file: Path, problems: Sequence[Problem], traces: int) -> list[ProblemSamples]:
+    """The traces of `problems`, `traces` of each, as they were written. Raises ConfigError for anything else."""
     by_id = {problem.id: ProblemSamples(problem, [], []) for problem in problems}
-    for row in pq.read_table(file, schema=SCHEMA).to_pylist():
+    places: dict[str, list[tuple[int, ...]]] = {name: [] for name in by_id}
+    try:
+        rows = pq.read_table(file, schema=SCHEMA).to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(file, first_line(error)) from None
+    for row in rows:
+        if row["problem"] not in by_id:
+            raise _damaged(file, f"it has traces of {row['problem']!r}, a problem of another chunk")
+        places[row["problem"]].append((row["shape"], row["level"], row["set"], row["index"]))
         one, shape, level = by_id[row["problem"]], row["shape"], row["level"]
         if shape < 0:
             one.search.append(_sample(row))
@@ -141,7 +163,16 @@ def read_chunk(file: Path, problems: Sequence[Problem]) -> list[ProblemSamples]:
         _grow(one.rsa, shape + 1)
         _grow(one.rsa[shape], level)
         one.rsa[shape][level - 1].append(_sample(row))
+    for name, found in places.items():
+        if len(found) != traces or found != sorted(set(found)):
+            raise _damaged(
+                file, f"of problem {name!r} it has {len(found)} traces, not {traces} different ones in order"
+            )
     return list(by_id.values())
+
+
+def _damaged(file: Path, why: str) -> ConfigError:
+    return ConfigError(f"{file}: is damaged ({why}); delete it and go on with --resume, which samples it again")
 
 
 def _grow(lists: list[list], size: int) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from rich.markup import escape
 from rich.table import Table
+
+from spiral_fast.evaluate.budget import rsa_name
 
 
 def table(evaluations: Mapping[str, dict]) -> Table:
     """Each metric with its bootstrap interval; evaluations are what `evaluate` returns, by label."""
-    result = Table("metric", *evaluations)
+    result = Table("metric", *map(escape, evaluations))
     for name, cells in lines(evaluations):
         result.add_row(name, *cells)
     return result
@@ -33,12 +36,10 @@ def _lines(evaluation: dict) -> Iterator[tuple[str, str]]:
         yield f"pass@{k}", number(value, intervals["pass_at_k"][k])
     for k, value in evaluation["majority_at_k"].items():
         yield f"majority@{k}", number(value, intervals["majority_at_k"][k])
-    for limit, value in evaluation.get("lengths", {}).items():
+    for limit, value in evaluation["lengths"].items():
         yield f"pass@1, first {limit} tokens", number(value, intervals["lengths"][limit])
-    for t, value in enumerate(evaluation["rsa"]):
-        yield f"RSA step {t}", number(value, intervals["rsa"][t])
-    shapes = evaluation.get("rsa_shapes", [])
-    for shape in shapes[1:]:
+    shapes = evaluation["rsa_shapes"]
+    for shape in shapes:
         for t, value in enumerate(shape["rsa"]):
             yield f"{_name(shape)} step {t}", number(value, shape["intervals"][t])
     for shape in shapes:
@@ -79,4 +80,4 @@ def _share(cell: dict, key: str) -> str:
 
 
 def _name(shape: dict) -> str:
-    return f"RSA {shape['population']}/{shape['set_size']}"
+    return rsa_name(shape["population"], shape["set_size"])

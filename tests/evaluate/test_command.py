@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
@@ -179,11 +181,53 @@ def test_an_adapter_is_told_by_its_weights(tmp_path):
 
 def test_a_store_gives_back_what_it_was_given(whole, tmp_path):
     problems = load_problems(config()).eval
-    samples = read_chunk(whole[1].parent / "eval_traces" / "chunk_000001.parquet", problems[3:6])
+    samples = read_chunk(whole[1].parent / "eval_traces" / "chunk_000001.parquet", problems[3:6], 24)
     store = Store(tmp_path / "again", {})
     store.write(7, samples)
-    assert store.has(7) and not store.has(8) and store.read(7, problems[3:6]) == samples
+    assert store.has(7) and not store.has(8) and store.read(7, problems[3:6], 24) == samples
     assert [len(steps) for steps in samples[0].rsa] == [2, 1] and len(samples[0].search) == 8
+
+
+def test_a_damaged_chunk_is_named_and_sampled_again(whole, tmp_path):
+    """Nothing is measured on fewer, more or other traces than were sampled."""
+    out = tmp_path / "eval.json"
+    shutil.copytree(whole[1].parent / "eval_traces", tmp_path / "eval_traces")
+    chunk = tmp_path / "eval_traces" / "chunk_000001.parquet"
+    good = chunk.read_bytes()
+    traces = pq.read_table(chunk)
+    for content, why in (
+        (good[: len(good) // 2], "ArrowInvalid: "),
+        (b"", "ArrowInvalid: "),
+        ((chunk.parent / "chunk_000002.parquet").read_bytes(), "it has traces of 'parts-"),
+        (pa.table({"other": [1]}), "it has traces of None"),
+        (traces.slice(0, traces.num_rows - 1), "it has 23 traces, not 24"),
+        (pa.concat_tables([traces, traces]), "it has 48 traces, not 24"),
+        (pa.concat_tables([traces.slice(1), traces.slice(0, 1)]), "24 different ones in order"),
+    ):
+        chunk.write_bytes(content) if isinstance(content, bytes) else pq.write_table(content, chunk)
+        with pytest.raises(
+            ConfigError, match=f"chunk_000001.parquet: is damaged .*{why}.*; delete it and go on"
+        ) as error:
+            evaluate_adapter(config(), None, out, resume=True)
+        assert "\n" not in str(error.value) and not out.exists()
+    chunk.unlink()
+    assert evaluate_adapter(config(), None, out, resume=True) == whole[0]
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", "\xff"])
+def test_traces_of_nobody_knows_what_are_refused(content, tmp_path):
+    Store(tmp_path, {})
+    (tmp_path / "chunk_000000.parquet").touch()
+    identity_file = tmp_path / "identity.json"
+    identity_file.unlink() if content is None else identity_file.write_text(content, encoding="latin-1")
+    with pytest.raises(ConfigError, match="--out: '.*identity.json' cannot be read .*; choose another --out"):
+        Store(tmp_path, {})
+
+
+@pytest.mark.parametrize("command", [["eval"], ["cross", "--search", "base", "--aggregation", "base"]])
+def test_out_that_names_no_file_is_one_line(command):
+    result = CliRunner().invoke(app, [command[0], "configs/demo.yaml", *command[1:], "--out", ""])
+    assert result.exit_code == 2 and "--out: '.' names no file" in result.stderr
 
 
 def test_chunks():

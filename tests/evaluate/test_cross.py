@@ -180,3 +180,9 @@ def test_adapters_that_do_not_fit_are_named(tmp_path, adapter):
         off = load_config("configs/demo.yaml", ["evaluate.rsa.steps=0"])
         cross_pair(off, {"base": None}, {"base": None}, tmp_path / "cross.json", False)
     assert not (tmp_path / "cross.json").exists()
+
+
+def test_the_plot_never_takes_the_place_of_the_numbers(tmp_path):
+    config = load_config("configs/demo.yaml")
+    with pytest.raises(ConfigError, match="--out: .*cross.svg' is the plot's name"):
+        cross_pair(config, {"base": None}, {"base": None}, tmp_path / "cross.svg", False)
