@@ -1,7 +1,7 @@
 """The six algorithms on the demo task, three seeds each. `make study`.
 
-SPIRAL and GRPO are trained with every learning rate of one common grid, the others with the rate that was best for
-both. An algorithm's best rate is the one with the best mean RSA step 3. Runs already complete below --runs are kept:
+SPIRAL and GRPO are trained with every learning rate of one common grid, the others with COMMON, the rate that was best
+for both. An algorithm's best rate is the one with the best mean RSA step 3. Runs already complete below --runs are kept:
 after a change of code or configs give another folder. Writes study.md, study.png and study.json into the folder --out
 (docs).
 """
@@ -37,7 +37,7 @@ TEXT = """# Six algorithms on the demo task
 `make study` trains `configs/demo.yaml` (spiral) and `configs/demo_<algorithm>.yaml` from the same warm-started model
 with the seeds {seeds}, and wrote this page. What the algorithms are: [algorithms.md](algorithms.md). All sample 24
 traces of 16 problems in each of 160 steps: the same budget of sampled tokens. spiral and grpo have the learning rates
-{grid}; the other four have {common} alone, the best rate of both. *best*: the rate with the best mean RSA
+{grid}; the other four have {common} alone{best_of_both}. *best*: the rate with the best mean RSA
 step 3 of its algorithm, chosen on the figures shown here.
 
 192 evaluation problems, 64 search traces each; RSA is recursive self-aggregation with a population of 8 and sets of 4
@@ -130,6 +130,7 @@ def write(results: dict, out: Path) -> None:
         seeds=", ".join(map(str, SEEDS)),
         grid=", ".join(f"{rate:g}" for rate in GRID),
         common=f"{COMMON[0]:g}",
+        best_of_both=", the best rate of both" if {rate for _, rate in best} == {*COMMON} else "",
         table=table,
         versions=", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft")),
     )
