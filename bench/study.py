@@ -1,9 +1,9 @@
 """The six algorithms on the demo task, three seeds each. `make study`.
 
 SPIRAL and GRPO are trained with every learning rate of one common grid, the others with COMMON, the rate that was best
-for both. An algorithm's best rate is the one with the best mean RSA step 3. Runs already complete below --runs are kept:
-after a change of code or configs give another folder. Writes study.md, study.png and study.json into the folder --out
-(docs).
+for both. An algorithm's best rate is the one with the best mean RSA step 3. Runs already complete below --runs are
+kept: after a change of code or configs give another folder. Writes study.md, study.png and study.json into the folder
+--out (docs).
 """
 
 from __future__ import annotations
