@@ -6,7 +6,8 @@ import functools
 import re
 import sys
 
-from spiral_fast.rewards.child.normalise import normalise
+from spiral_fast.rewards.child.normalise import normalise, without_unit
+from spiral_fast.rewards.child.small_numbers import too_far_apart
 
 
 class Breakdown:
@@ -67,13 +68,17 @@ def same(reference: str, answer: str) -> bool:
     if equal(reference, answer):
         return True
     bare = [text.removesuffix("%").removesuffix("\\").strip() for text in (reference, answer)]
-    return reference.endswith("%") != answer.endswith("%") and equal(*bare)  # the percent sign may be left out
+    if reference.endswith("%") != answer.endswith("%"):  # the percent sign may be left out
+        return equal(*bare)
+    bare = [without_unit(text) for text in (reference, answer)]
+    return bare != [reference, answer] and equal(*bare)
 
 
 def equal(reference: str, answer: str) -> bool:
     from math_verify import verify
 
-    return verify(parse(reference), parse(answer), timeout_seconds=None)
+    gold, found = parse(reference), parse(answer)
+    return verify(gold, found, timeout_seconds=None) and (reference == answer or not too_far_apart(gold[0], found[0]))
 
 
 @functools.lru_cache(256)  # many answers to one reference follow each other

@@ -22,6 +22,19 @@ COMMANDS = {
 }
 RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
 LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+BARE = r" *(\\(?!text|sqrt|[dtc]?frac|left)[A-Za-z]+|[A-Za-z0-9])"  # an argument without braces
+# A number in any form, and the words after it. Some words are no unit: they change the number, or add another.
+NUMBER = re.compile(
+    r"((?:[\d.,/+\-(){}^ π]|\\(?:[dtc]?frac|sqrt|pi|cdot|times)(?![A-Za-z]))*(?:[\d)}π]|\\pi))(?: |\\[,;:! ])*"
+)
+NO_UNIT = (
+    "and|or|to|not|plus|minus|times|over|mod|percent(?:age)?|pct|squared|cubed|factorial|infinity|dozen|hundred|"
+    "thousand|[mbtr]+illion|(?:sin|cos|tan|log|sqrt|exp|abs)[a-z]?"
+)
+SHORT = "[cmdkn]?m|ft|in|yd|mi|[kmn]?g|[mc]?l|lbs?|oz|sq|cu|hrs?|mins?|secs?|ms|[mk]ph|men|day|cup|egg|pie"
+UNIT = re.compile(
+    rf"(?!(?:{NO_UNIT})\b)(?:(?:{SHORT})\b|[a-z]{{4,}})(?:[a-z .]|/[a-z]|\^\d|\^{{\d}})*|\^\\circ [CF]", re.IGNORECASE
+)
 GAP = r"(?:\\[,;:! ]| )"  # a thin or plain blank between groups of three digits
 
 
@@ -33,13 +46,24 @@ def normalise(text: str) -> str:
     text = re.sub(r"\\[A-Za-z]+", lambda m: COMMANDS.get(m.group(), m.group()), text)
     text = re.sub(r"\\sqrt +(\d+|\([^()]*\))", r"\\sqrt{\1}", text)
     text = re.sub(r"\\mathrm\{([ei])\}", r"\1", text)  # the constants, set upright
+    text = re.sub(r"(?<=\d)i(?![A-Za-z])", " i", text)  # math-verify tells 4i from the i of \frac{4}{5}i
+    text = re.sub(rf"(\\[dtc]?frac)(?![A-Za-z]){BARE}", r"\1{\2}", text)  # \frac\pi2
+    text = re.sub(rf"(\\[dtc]?frac\{{[^{{}}]*\}}){BARE}", r"\1{\2}", text)
     text = " ".join(text.split()).removeprefix("=").removeprefix(r"\approx").strip()
+    while text.endswith("\\\\"):  # a line break
+        text = text[:-2].rstrip()
     bare = text.rstrip(".,;:? ")  # punctuation after the answer
     text = text[: len(bare) + 1] if bare.endswith(("\\", r"\right")) else bare  # but for that of a command
     for mark in ("**", "`"):  # markdown bold and code
         if len(text) > 2 * len(mark) and text.startswith(mark) and text.endswith(mark):
             text = text[len(mark) : -len(mark)]
     return _numbers(text)
+
+
+def without_unit(text: str) -> str:
+    """A normalised number without the plain words after it: "12" for "12 cm^{2}" and "12 dollars per hour"."""
+    number = NUMBER.match(text)
+    return number.group(1) if number and UNIT.fullmatch(text, number.end()) else text
 
 
 def _character(character: str) -> str:
