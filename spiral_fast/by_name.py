@@ -24,7 +24,7 @@ def find_function(name: str, arguments: Sequence[str]) -> Callable[..., Any]:
     Modules are also looked for in the current folder. Raises CannotLoad.
     """
     place, _, leaf = name.rpartition(":") if ":" in name else name.rpartition(".")
-    if not place or not leaf:
+    if not place or not leaf or name.endswith(".py"):
         raise CannotLoad(f"{name!r} names no function; write my_module.my_function or path/to/file.py:my_function")
     module = _from_file(Path(place)) if place.endswith(".py") else _from_name(place)
     function = getattr(module, leaf, None)
@@ -46,13 +46,18 @@ def find_function(name: str, arguments: Sequence[str]) -> Callable[..., Any]:
 
 def first_line(error: BaseException) -> str:
     """The exception in one short line."""
-    lines = str(error).splitlines()
+    try:
+        lines = str(error).splitlines()
+    except Exception:  # its own __str__ fails
+        lines = []
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def _from_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise CannotLoad(f"{path}: no such file{_near(path.name, [p.name for p in path.parent.glob('*.py')])}")
+    if path.stem in sys.stdlib_module_names:
+        raise CannotLoad(f"{path} would hide Python's own module {path.stem!r}: give it another name")
     sys.path.insert(0, str(path.resolve().parent))  # as `python path/to/file.py` does
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)

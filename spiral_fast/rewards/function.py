@@ -20,8 +20,9 @@ class FunctionGrader(PoolGrader):
     """
 
     def __init__(self, config: RewardConfig, function: str):
-        imports = function.rpartition(":")[0] or function.rpartition(".")[0]
-        super().__init__(config, {"kind": "function", "function": function}, imports, config.correct_at)
+        place = function.rpartition(":")[0] or function.rpartition(".")[0]
+        trial = [place] if place.endswith(".py") else ["-c", f"import {place}"]
+        super().__init__(config, {"kind": "function", "function": function}, trial, config.correct_at)
 
     def submit(self, problem: Problem, text: str, finish_reason: str) -> Future[Verdict]:
         """Raises TypeError, naming the problem, when its data is more than JSON can hold."""

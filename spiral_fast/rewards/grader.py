@@ -121,6 +121,6 @@ def check_ungradable(items: Sequence[Item], verdicts: Sequence[Verdict], config:
     more = f" and {len(reasons) - 5} more" if len(reasons) > 5 else ""
     raise TooManyUngradable(
         f"{len(failed)} of {len(items)} answers could not be graded, above reward.max_ungradable "
-        f"{config.reward.max_ungradable}: problems {named}{more}; mend their reference answers, or raise "
-        "reward.timeout_s, reward.memory_mb or reward.max_ungradable"
+        f"{config.reward.max_ungradable}: problems {named}{more}; mend their reference answers or the reward "
+        "function, or raise reward.timeout_s, reward.memory_mb or reward.max_ungradable"
     )

@@ -25,7 +25,7 @@ class MathGrader(PoolGrader):
     def __init__(self, config: RewardConfig):
         if importlib.util.find_spec("math_verify") is None:
             raise ConfigError(f"reward.kind: 'math' needs math-verify; run: {install_command('train')}")
-        super().__init__(config, {"kind": "math"}, "math_verify")
+        super().__init__(config, {"kind": "math"}, ["-c", "import math_verify"])
 
     def submit(self, problem: Problem, text: str, finish_reason: str) -> Future[Verdict]:
         answer = boxed_answer(text)

@@ -18,12 +18,12 @@ from spiral_fast.rewards.process import GradingProcess
 class PoolGrader(Grader):
     """Starts the processes on entry and ends them on exit."""
 
-    def __init__(self, config: RewardConfig, task: dict[str, str], imports: str, correct_at: float = 1.0):
-        """`task`, `imports`: of GradingProcess. `correct_at`: the reward from which an answer counts as correct."""
+    def __init__(self, config: RewardConfig, task: dict[str, str], trial: list[str], correct_at: float = 1.0):
+        """`task`, `trial`: of GradingProcess. `correct_at`: the reward from which an answer counts as correct."""
         n = config.workers or min(
             4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         )
-        self._processes = [GradingProcess(config, task, imports) for _ in range(n)]
+        self._processes = [GradingProcess(config, task, trial) for _ in range(n)]
         self._correct_at = correct_at
         self._free: queue.SimpleQueue[GradingProcess] = queue.SimpleQueue()
         self._threads: ThreadPoolExecutor | None = None

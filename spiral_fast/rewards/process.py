@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -26,9 +27,9 @@ class _Died(Exception):
 class GradingProcess:
     """A warm process for one thread at a time; `end` may come from any thread."""
 
-    def __init__(self, config: RewardConfig, task: dict[str, str], imports: str):
-        """`task`: see child/__main__.py. `imports`: the module that the user should try when no process starts."""
-        self.config, self.imports = config, imports
+    def __init__(self, config: RewardConfig, task: dict[str, str], trial: list[str]):
+        """`task`: see child/__main__.py. `trial`: arguments of Python that show the user why no process starts."""
+        self.config, self.trial = config, trial
         self.task = task | {"memory_mb": config.memory_mb, "timeout_s": config.timeout_s}
         self.process: subprocess.Popen | None = None
         self.restarts = 0
@@ -52,9 +53,8 @@ class GradingProcess:
             if self.task["kind"] == "function":
                 raise ConfigError(f"reward.function: {first['error']}")
             raise GraderFailed(f"a grading process did not start: {first['error']}")
-        raise GraderFailed(
-            f"a grading process did not start: run `{sys.executable} -c 'import {self.imports}'` to see why"
-        )
+        command = shlex.join([sys.executable, *self.trial])
+        raise GraderFailed(f"a grading process did not start: run `{command}` to see why")
 
     def _spawn(self) -> None:
         self._number, self._rest = 0, b""

@@ -142,3 +142,24 @@ async def asynchronous(question, answer, completion, finish_reason, data):
         raise ValueError("too late")
     await asyncio.sleep(data.get("seconds", 0))
     return data.get("reward", 1.0), "found it"
+
+
+class Nameless(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+
+def raise_by_name(name):
+    raise {"interrupt": KeyboardInterrupt, "cancelled": asyncio.CancelledError, "nameless": Nameless}[name]
+
+
+def answer_of(text, times=1):
+    return 1.0, text * times
+
+
+KEPT = []
+
+
+def keep(megabytes):
+    KEPT.append(bytearray(megabytes * 2**20))
+    return float(len(KEPT))

@@ -183,12 +183,15 @@ def test_data_that_cannot_travel_names_the_problem():
         ("broken.py:length", "broken.py cannot be imported: ZeroDivisionError: division by zero"),
         ("needy.length", "needy cannot be imported: ModuleNotFoundError: No module named 'not_there'"),
         ("unfinished.length", "unfinished cannot be imported: SyntaxError"),
+        ("mine.py", "'mine.py' names no function; write my_module.my_function or path/to/file.py:my_function"),
+        ("asyncio.py:length", "asyncio.py would hide Python's own module 'asyncio': give it another name"),
     ],
 )
 def test_what_cannot_be_loaded_is_one_line(name, message):
     write("mine.py", LENGTH + "\nNUMBER = 7\n\ndef short(completion):\n    return 1.0\n")
     write("my_package/mine.py", LENGTH)
     write("broken.py", "1 / 0\n")
+    write("asyncio.py", LENGTH)
     write("needy.py", "import not_there\n")
     write("unfinished.py", "def length(\n")
     with pytest.raises(ConfigError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -77,6 +78,11 @@ def grader():
         ("exit_python", {}, "SystemExit: enough"),
         ("fail", {}, "ValueError: the first line"),
         ("fail_silently", {}, "ValueError"),
+        ("raise_by_name", {"name": "interrupt"}, "KeyboardInterrupt"),
+        ("raise_by_name", {"name": "cancelled"}, "CancelledError"),
+        ("raise_by_name", {"name": "nameless"}, "Nameless"),
+        ("answer_of", {"text": "\ud800"}, "UnicodeEncodeError: 'utf-8' codec can't encode"),
+        ("answer_of", {"text": "x", "times": 2**21}, "ValueError: the reward returned an answer of more than 100000"),
     ],
 )
 def test_what_goes_wrong_is_not_graded_and_the_next_one_is(grader, behaviour, data, reason):
@@ -103,6 +109,14 @@ def test_restarts_are_counted(grader):
     before, (pid,) = grader.restarts, pids(grader)
     grader.grade([item("endless_loop")])
     assert grader.restarts == before + 1 and pids(grader) != [pid] and not psutil.pid_exists(pid)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux only")
+def test_a_process_that_keeps_more_and_more_is_replaced(grader):
+    """At most 512 MB more in one call, and no process that holds 512 MB more than after its import is used again."""
+    before = grader.restarts
+    verdicts = [grader.grade([item("keep", megabytes=200 + i)])[0] for i in range(7)]
+    assert [verdict.reward for verdict in verdicts] == [1, 2, 3, 1, 2, 3, 1] and grader.restarts == before + 2
 
 
 def test_a_process_killed_from_outside_between_gradings(grader):
@@ -296,6 +310,17 @@ def test_processes_that_do_not_start_are_one_line_after_some_trials(monkeypatch,
     assert capsys.readouterr().err == (
         "error: a grading process did not start: run `/bin/false -c 'import math_verify'` to see why\n"
     )
+
+
+@pytest.mark.parametrize("place", ["leaves", "leaves.py"])
+def test_a_module_that_ends_python_is_named_with_a_command_that_shows_it(tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    Path("leaves.py").write_text("raise KeyboardInterrupt\n")
+    with pytest.raises(GraderFailed) as error, FunctionGrader(RewardConfig(workers=1), f"{place}:reward"):
+        pass
+    command = re.search("`(.*)`", str(error.value)).group(1)
+    shown = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert shown.returncode != 0 and "KeyboardInterrupt" in shown.stderr
 
 
 def test_one_failed_start_is_tried_again(monkeypatch):

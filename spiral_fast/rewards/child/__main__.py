@@ -47,7 +47,7 @@ def serve(connection: socket.socket) -> None:
         return send({"error": first_line(error)})
     limits.limit_processes()
     send("ready")
-    me = os.getpid()
+    me, held = os.getpid(), limits.size()
     for line in lines:
         number, request = json.loads(line)
         limits.limit(task["memory_mb"], task["timeout_s"], threads=1 if task["kind"] == "math" else os.cpu_count())
@@ -58,10 +58,9 @@ def serve(connection: socket.socket) -> None:
         if os.getpid() != me:  # a child that the reward forked and did not end
             os._exit(0)
         send({"number": number} | reply)
-        if reply.get("reason", "").startswith(
-            ("MemoryError", "RecursionError")
-        ):  # whoever asks next starts a fresh process
-            return
+        broken = reply.get("reason", "").startswith(("MemoryError", "RecursionError"))
+        if broken or limits.size() > held + task["memory_mb"] * 2**20:  # it keeps more from call to call
+            return  # whoever asks next starts a fresh process
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any
 
 from spiral_fast.by_name import find_function, first_line
 
+LONGEST_ANSWER = 100_000  # bytes in UTF-8
 ARGUMENTS = ("question", "answer", "completion", "finish_reason", "data")
 
 
@@ -27,14 +28,15 @@ def load_function(name: str) -> Callable[..., dict]:
             if inspect.isawaitable(result):
                 result = loop.run(_await(result))
             return read(result)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # also SystemExit, and CancelledError of an abandoned await
             return {"reason": first_line(error)}
 
     return reward
 
 
 def read(result: Any) -> dict:
-    """What a reward returned: a number, a bool, or a pair with the answer it extracted. Raises TypeError."""
+    """What a reward returned: a number, a bool, or a pair with the answer it extracted. Raises TypeError and
+    ValueError."""
     pair = isinstance(result, tuple) and len(result) == 2
     number = result[0] if pair else result
     if hasattr(number, "item"):  # a number of numpy or torch
@@ -43,6 +45,8 @@ def read(result: Any) -> dict:
         raise TypeError(f"the reward returned {_short(result)}, not a number or (number, answer)")
     if pair and not isinstance(result[1], str | None):
         raise TypeError(f"the reward returned {_short(result)}: the answer must be text or None")
+    if pair and result[1] and len(result[1].encode()) > LONGEST_ANSWER:  # encode: half a surrogate pair is no text
+        raise ValueError(f"the reward returned an answer of more than {LONGEST_ANSWER} bytes")
     return {"reward": float(number)} | ({"answer": result[1]} if pair else {})
 
 

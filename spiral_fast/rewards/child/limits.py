@@ -30,11 +30,17 @@ def limit(memory_mb: int, timeout_s: float, threads: int = 1) -> None:
     ends at its deadline.
     """
     if sys.platform == "linux":
-        with open("/proc/self/statm") as file:
-            size = int(file.read().split()[0]) * resource.getpagesize()
-        set_soft(resource.RLIMIT_AS, size + memory_mb * 2**20)
+        set_soft(resource.RLIMIT_AS, size() + memory_mb * 2**20)
     usage = resource.getrusage(resource.RUSAGE_SELF)
     set_soft(resource.RLIMIT_CPU, int(usage.ru_utime + usage.ru_stime + timeout_s * threads) + 2)
+
+
+def size() -> int:
+    """Address space of this process, bytes; 0 where the system does not tell."""
+    if sys.platform != "linux":
+        return 0
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
 
 
 def limit_processes() -> None:
