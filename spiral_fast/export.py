@@ -23,7 +23,12 @@ def export(source: Path, out: Path, *, merged: bool = False, config: Path | None
         raise ConfigError(f"{out}: exists already; nothing is overwritten, name another folder")
     checkpoint = _checkpoint(source)
     model = _model_config(checkpoint, config)
-    line, write = (_merged if merged else _adapter)(checkpoint, model, out)  # all that is read is read here
+    try:
+        line, write = (_merged if merged else _adapter)(checkpoint, model, out)  # all that is read is read here
+    except (OSError, ConfigError):
+        if checkpoint.exists():
+            raise
+        raise ConfigError(f"{checkpoint}: the run, which goes on, has made room for newer ones; export again") from None
     aside = out.with_name(f".{out.name}.aside")
     with writing(out):
         shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed here
@@ -66,6 +71,7 @@ def _adapter(checkpoint: Path, model: ModelConfig, out: Path) -> tuple[str, Call
     source = source_of(model.path)
     tokenizer = load_tokenizer(model.path)
     settings = json.loads((checkpoint / "adapter_config.json").read_text())
+    weights = (checkpoint / "adapter_model.safetensors").read_bytes()
     own_base = model.path.startswith(("gguf:", "package:", "builtin:"))  # what only spiral-fast finds
     base = str((out / "base" if own_base else Path(source)).resolve()) if Path(source).is_dir() else source
 
@@ -73,7 +79,7 @@ def _adapter(checkpoint: Path, model: ModelConfig, out: Path) -> tuple[str, Call
         if own_base:
             shutil.copytree(source, folder / "base")
         tokenizer.save_pretrained(folder)
-        shutil.copyfile(checkpoint / "adapter_model.safetensors", folder / "adapter_model.safetensors")
+        (folder / "adapter_model.safetensors").write_bytes(weights)
         content = settings | {"base_model_name_or_path": base, "inference_mode": True}
         (folder / "adapter_config.json").write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 

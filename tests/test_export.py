@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from spiral_fast.commands import app
-from spiral_fast.config import Config, ConfigError, ModelConfig
+from spiral_fast.config import Config, ConfigError, ModelConfig, load_config
 from spiral_fast.export import export
 from spiral_fast.learner.learner import Learner
 from spiral_fast.learner.merge import merge
@@ -207,10 +208,24 @@ def test_a_failed_write_leaves_nothing(run, tmp_path, monkeypatch):
     def full_disk(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("spiral_fast.export.shutil.copyfile", full_disk)
+    monkeypatch.setattr("pathlib.Path.write_bytes", full_disk)
     with pytest.raises(OSError, match="out: cannot be written .No space left"):
         export(run[0], tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_checkpoint_that_the_run_removes_meanwhile_is_one_line(tiny, tmp_path, monkeypatch, merged):
+    make_run(tmp_path / "run", tiny, steps=(1,))
+
+    def next_save(file):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_000001")
+        return load_config(file)
+
+    monkeypatch.setattr("spiral_fast.export.load_config", next_save)
+    with pytest.raises(ConfigError, match="step_000001: the run, which goes on, has made room for newer ones"):
+        export(tmp_path / "run", tmp_path / "out", merged=merged)
+    assert not (tmp_path / "out").exists()
 
 
 def test_merging_uses_each_adapted_layer_once(tiny):

@@ -20,7 +20,7 @@ def jsonl_rows(path: str | Path) -> Iterator[Row]:
     try:
         text = path.read_text(encoding="utf-8-sig")  # a byte-order mark is no part of the first row
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file") from None
+        raise ConfigError(f"{path.absolute()}: no such file") from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise ConfigError(f"{path}:{line}: not UTF-8 ({error.reason}); convert the file") from None

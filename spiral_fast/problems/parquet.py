@@ -16,7 +16,7 @@ def parquet_rows(path: str | Path) -> Iterator[Row]:
 
     path = Path(path)
     if not path.exists():
-        raise ConfigError(f"{path}: no such file")
+        raise ConfigError(f"{path.absolute()}: no such file")
     number = 0
     try:
         with ParquetFile(path) as file:
