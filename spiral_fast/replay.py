@@ -40,7 +40,8 @@ def replay(config: Config, traces: Path) -> Path:
     run = Path(config.run_dir)
     with Recorder(run, config) as record:
         write_json(run / "replay.json", {"traces": str(traces)})
-        checkpoints = Checkpoints(run / "checkpoints", config, digest(parts.problems.train), record.console.line)
+        known = digest([*parts.problems.train, *parts.problems.eval])
+        checkpoints = Checkpoints(run / "checkpoints", config, known, record.console.line)
         if config.warm_start.steps:
             warm_start(config, learner, parts.prompts, parts.problems, record.progress("warm start"))
         next_draw = 0

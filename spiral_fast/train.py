@@ -46,7 +46,8 @@ def train(config: Config, *, resume: bool = False) -> Path:
     run = Path(config.run_dir)
     with sigterm_raises(), make_grader(config) as grader, Recorder(run, config, resume=resume) as record:
         record.console.line(counts_in_a_line(problems.counts))
-        checkpoints = Checkpoints(run / "checkpoints", config, digest(problems.train), record.console.line)
+        known = digest([*problems.train, *problems.eval])
+        checkpoints = Checkpoints(run / "checkpoints", config, known, record.console.line)
         saving = Stopwatch()
         at = saved = None  # positions between two steps: where the run stands, and that of the newest checkpoint
 

@@ -1,4 +1,4 @@
-"""Whether two runs draw from the same problems."""
+"""Whether two runs have the same problems."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from spiral_fast.trace import Problem
 
 
 def digest(problems: Iterable[Problem]) -> str:
-    """sha256 over id, question and answer of every problem, in order."""
+    """sha256 over every problem, in order, with the data that a reward may read."""
     content = hashlib.sha256()
     for problem in problems:
-        content.update(json.dumps([problem.id, problem.question, problem.answer]).encode())
+        content.update(json.dumps([problem.id, problem.question, problem.answer, problem.data]).encode())
     return content.hexdigest()

@@ -36,8 +36,8 @@ class Position:
 
 
 class Checkpoints:
-    """The folder checkpoints/ of one run. `problems` is a digest of the training problems: another data set has other
-    draws. `say` prints one line."""
+    """The folder checkpoints/ of one run. `problems` is a digest of all problems: another data set has other draws.
+    `say` prints one line."""
 
     def __init__(self, folder: Path, config: Config, problems: str, say: Callable[[str], None]):
         self.folder, self.config, self.problems, self.say = folder, config, problems, say
@@ -70,7 +70,7 @@ class Checkpoints:
         when nothing was recorded either: the run starts anew.
 
         Raises ConfigError, before anything is changed, when that would throw recorded steps or whole checkpoints away
-        (metrics.jsonl ends at step `recorded`), and when the training problems differ from those of the run."""
+        (metrics.jsonl ends at step `recorded`), and when the problems differ from those of the run."""
         for folder in reversed(by_step(self.folder).values()):
             if flaw := flaw_of(folder):
                 self.say(f"checkpoint {folder.name} is passed over: {flaw}")
@@ -83,9 +83,7 @@ class Checkpoints:
                     "restore the file, or delete newer checkpoints to make their steps again"
                 )
             if content["problems"] != self.problems:
-                raise ConfigError(
-                    f"--resume: the training problems are not those that {folder} was trained on; restore the data"
-                )
+                raise ConfigError(f"--resume: the problems are not those that {folder} was made with; restore the data")
             for aside in self.folder.glob(".step_*.aside"):  # left by a killed process
                 shutil.rmtree(aside)
             learner.restore(folder)

@@ -126,8 +126,8 @@ def refuse_other_run(run_dir: str | Path) -> None:
     checkpoints = by_step(folder / "checkpoints").keys() - {0}
     if (metrics.exists() and metrics.stat().st_size) or any(folder.glob("eval_*.json")) or checkpoints:
         raise ConfigError(
-            f"run_dir: {str(run_dir)!r} already holds a run; go on with it by spiral-fast train --resume {run_dir}, name "
-            "another folder or delete this one"
+            f"run_dir: {str(run_dir)!r} already holds a run; go on with it by spiral-fast train --resume {run_dir}, "
+            "name another folder or delete this one"
         )
 
 

@@ -133,10 +133,10 @@ def test_copies_that_a_user_made_are_left_alone(tmp_path):
     assert checkpoints.restore(Learner(config(), loaded()), NOWHERE) == Position(3, 9, 0)
 
 
-def test_other_training_problems_are_refused(tmp_path):
+def test_other_problems_are_refused(tmp_path):
     made(tmp_path, 1)
     other = Checkpoints(tmp_path, config(), "those", lambda line: None)
-    with pytest.raises(ConfigError, match=r"^--resume: the training problems are not those"):
+    with pytest.raises(ConfigError, match=r"^--resume: the problems are not those"):
         other.restore(Learner(config(), loaded()), NOWHERE)
 
 
