@@ -98,9 +98,9 @@ def _columns(evaluation: dict) -> Iterator[tuple[str, np.ndarray]]:
         ("majority_at_k", "majority@{}"),
         ("lengths", "pass@1, first {} tokens"),
     ):
-        for k in rows[0].get(key, {}):
+        for k in rows[0][key]:
             yield name.format(k), np.array([row[key][k] for row in rows])
-    for i, shape in enumerate(evaluation.get("rsa_shapes", [])):
+    for i, shape in enumerate(evaluation["rsa_shapes"]):
         for step in range(len(shape["rsa"])):
             values = np.array([row["rsa_shapes"][i][step] for row in rows])
             yield f"{rsa_name(shape['population'], shape['set_size'])} step {step}", values

@@ -107,7 +107,7 @@ class Store:
         if isinstance(found, dict):
             return found
         raise ConfigError(
-            f"--out: {str(file)!r} cannot be read ({found}): what the traces beside it are of is unknown; choose "
+            f"--out: {str(file)!r} cannot be read ({found}), and it says what the traces beside it are of; choose "
             "another --out"
         )
 

@@ -57,8 +57,8 @@ def test_pairing_narrows_the_interval():
     hard = rng.random(50)
 
     def evaluation(shift: float) -> dict:
-        rows = [{"id": str(p), "pass_at_k": {"1": float(h + shift)}, "rsa_shapes": []} for p, h in enumerate(hard)]
-        return {"per_problem": rows}
+        none = {"majority_at_k": {}, "lengths": {}}
+        return {"rsa_shapes": [], "per_problem": [{"pass_at_k": {"1": float(h + shift)}} | none for h in hard]}
 
     found = differences({"a": evaluation(0.0), "b": evaluation(0.125)})["b"]["pass@1"]
     assert found["difference"] == pytest.approx(0.125) and np.ptp(found["interval"]) < 1e-12
