@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -99,7 +100,7 @@ def short(text: str) -> str:
 def _text(row: Row, name: str, numbers: bool = False, hinted: bool = False) -> str:
     """`numbers`: a number stands for its spelling. `hinted`: where not, the error says how it would."""
     value = value_at(row, name)
-    spelled = _is_number(value) and math.isfinite(value)
+    spelled = _is_integer(value) or (isinstance(value, float) and math.isfinite(value))
     if spelled and numbers:
         return json.dumps(value)
     if not isinstance(value, str):
@@ -166,14 +167,15 @@ def _plain(row: Row, key: str, value: Any) -> Any:
 def number(row: Row, name: str) -> float:
     """The field as a number; text such as 3/8 counts as one. Raises BadRow."""
     value = value_at(row, name)
-    if _is_number(value):
-        return float(value)
-    if isinstance(value, str):
-        top, slash, bottom = value.partition("/")
-        try:
-            return float(top) / float(bottom) if slash else float(top)
-        except (ValueError, ZeroDivisionError):
-            pass
+    found = math.nan
+    with suppress(ValueError, ZeroDivisionError, OverflowError):
+        if _is_number(value):
+            found = float(value)
+        elif isinstance(value, str):
+            top, slash, bottom = value.partition("/")
+            found = float(top) / float(bottom) if slash else float(top)
+    if math.isfinite(found):
+        return found
     raise BadRow(row, f"the field {name!r} is no number", f": {_shown(value)}")
 
 

@@ -99,6 +99,10 @@ def test_kept_data_is_what_json_gives_back():
         problem_of(row(question="q", answer="a", image={"bytes": b"\x89"}), Fields())
 
 
+def test_an_integer_of_any_length_can_be_an_answer():
+    assert problem_of(row(question="q", answer=10**400), Fields(numbers_as_text=True)).answer == "1" + "0" * 400
+
+
 def test_a_question_is_never_a_number():
     with pytest.raises(BadRow, match="'question' must be a string, found 5$"):
         problem_of(row(question=5, answer="5"), Fields(numbers_as_text=True))
@@ -109,7 +113,7 @@ def test_numbers(value, expected):
     assert number(row(level=value), "level") == expected
 
 
-@pytest.mark.parametrize("value", ["hard", "1/0", "", None, True, "1/2/3", [1]])
+@pytest.mark.parametrize("value", ["hard", "1/0", "", None, True, "1/2/3", [1], "nan", "inf", float("nan"), 10**400])
 def test_what_is_no_number(value):
     with pytest.raises(BadRow, match="file.parquet: row 17: the field 'level' is no number"):
         number(row(level=value), "level")
