@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from spiral_fast.config import Config
+from spiral_fast.config import Config, ConfigError
 
 COLOURS = {"pass": "green", "fail": "bold red", "not applicable": "dim"}
 
@@ -14,13 +14,18 @@ def verify(config: Config, json: Path | None) -> bool:
     """Print the table; whether no check failed. Raises ConfigError where `train` would. Writes `json` alone."""
     from spiral_fast.record.console import Console
     from spiral_fast.record.files import refuse_unwritable, write_json
+    from spiral_fast.rewards import make_grader
     from spiral_fast.set_up import set_up
     from spiral_fast.verify.run import run_checks
     from spiral_fast.verify.subject import Subject
 
     start = time.monotonic()
     if json is not None:
+        if json.is_dir():
+            raise ConfigError(f"--json: {str(json)!r} is a folder; name a file")
         refuse_unwritable("--json", json.parent)
+    with make_grader(config):  # a reward function is imported and checked
+        pass
     with Console() as console:
         parts = set_up(config)
         subject = Subject(config, parts)
@@ -46,9 +51,9 @@ def verify(config: Config, json: Path | None) -> bool:
 
 def _table(results: dict):
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("check", "", "figure", "tolerance", "on")
+    table = Table("check", "", "figure", "tolerance", Column("on", overflow="fold"))  # ids and paths stay whole
     for name, result in results.items():
         status = f"[{COLOURS[result.status]}]{result.status}[/]"
         table.add_row(name, status, *map(escape, (result.figure, result.tolerance, result.note)))

@@ -27,13 +27,13 @@ def test_the_example_works_as_written(tmp_path, monkeypatch):
     config = Config.model_validate(run | yaml.safe_load(block("yaml")))
     problem = Problem("p", "4 + 3 = ?", "7", {"scale": 4})
     rows = [
-        ("it is 7.", "stop", Verdict(1.0, "correct", "7")),
-        ("it is 7.1", "stop", Verdict(0.975, "correct", "7.1")),
-        ("it is 8", "stop", Verdict(0.75, "wrong", "8")),
-        ("it is 700", "stop", Verdict(0.0, "wrong", "700")),
-        ("seven", "stop", Verdict(0.0, "wrong", None)),
+        ("it is \\boxed{7}.", "stop", Verdict(1.0, "correct", "7")),
+        ("it is \\boxed{7.1}", "stop", Verdict(0.975, "correct", "7.1")),
+        ("it is \\boxed{8}", "stop", Verdict(0.75, "wrong", "8")),
+        ("it is \\boxed{700}", "stop", Verdict(0.0, "wrong", "700")),
+        ("\\boxed{seven}", "stop", Verdict(0.0, "wrong", None)),
         ("", "stop", Verdict(0.0, "wrong", None)),
-        ("it is 7.", "length", Verdict(0.0, "wrong", None)),
+        ("it is \\boxed{7}.", "length", Verdict(0.0, "wrong", "7")),
     ]
     with make_grader(config) as grader:
         found = grader.grade([(problem, text, finish_reason) for text, finish_reason, _ in rows])

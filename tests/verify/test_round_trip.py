@@ -16,6 +16,7 @@ from spiral_fast.verify.known_answers import right_answer, wrong_answer
 from spiral_fast.verify.result import Result
 from spiral_fast.verify.round_trip import rewards_round_trip
 from tests.prompts.test_text import TEMPLATES, make_tokenizer
+from tests.rewards.test_documented import block
 
 SOUND = ["12", "-3", "0", "0.25", "1/3", r"\frac{3}{4}", "x^2+1", r"\sqrt{2}", "(1, 2)", r"50\%", r"\{1,2,3\}", "[0,1)"]
 
@@ -68,6 +69,13 @@ def test_a_function_with_partial_credit_and_a_tolerance(tmp_path):
         "    return 0.1 + 0.9 * right\n"
     )
     result = round_trip(tmp_path, ["12", "-3", "1000", "0.25"], kind="function", function=f"{tmp_path}/mine.py:reward")
+    assert result.status == "pass", result.note
+
+
+def test_the_documented_function_reads_what_the_prompts_ask_for(tmp_path):
+    (tmp_path / "mine.py").write_text(block("python"))
+    function = {"kind": "function", "function": f"{tmp_path}/mine.py:closeness", "correct_at": 0.95}
+    result = round_trip(tmp_path, ["12", "-3", "0", "0.25", "1000"], **function)
     assert result.status == "pass", result.note
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import math
 import re
@@ -11,8 +12,10 @@ import sys
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
+from spiral_fast import verify_command
 from spiral_fast.commands import app
 from spiral_fast.config import Config, load_config
 from spiral_fast.learner import learner as learner_module
@@ -22,7 +25,7 @@ from spiral_fast.set_up import set_up
 from spiral_fast.verify import memory
 from spiral_fast.verify import subject as subject_module
 from spiral_fast.verify.checks import CHECKS
-from spiral_fast.verify.result import Result
+from spiral_fast.verify.result import FAIL, Result
 from spiral_fast.verify.run import run_checks
 from spiral_fast.verify.subject import Subject
 
@@ -268,6 +271,28 @@ def test_a_failed_check_is_exit_code_1_and_a_wrong_config_2(tmp_path, monkeypatc
     assert done.exit_code == 1 and "1 of 8 checks failed" in done.output
     done = CliRunner().invoke(app, ["verify", "configs/demo.yaml", "learner.stepz=1"])
     assert done.exit_code == 2 and "learner.stepz" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["reward.kind=function", "reward.function=json.nothing"], "error: reward.function: json has no 'nothing'"),
+        (["--json", "tests"], "error: --json: 'tests' is a folder; name a file"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_before_the_model_is_loaded(monkeypatch, arguments, words):
+    import spiral_fast.set_up as set_up_module
+
+    monkeypatch.setattr(set_up_module, "set_up", None)
+    done = CliRunner().invoke(app, ["verify", "configs/demo.yaml", *SMALL, *arguments])
+    assert done.exit_code == 2 and words in done.output
+
+
+def test_the_note_of_a_failure_is_whole_on_a_narrow_page():
+    name = "parts-" + "0123456789" * 12
+    with Console(width=80, file=io.StringIO()) as page:
+        page.print(verify_command._table({"reward round trip": Result(FAIL, "1 wrong", "0", f"{name}: wrong")}))
+    assert name in re.sub(r"[^\w-]", "", page.file.getvalue())
 
 
 def test_ctrl_c_is_one_line(tmp_path, monkeypatch):
