@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include "prefix_tree.h"
 #include "row_kernels.h"
 
 namespace nb = nanobind;
@@ -61,9 +62,36 @@ template <typename T> static void define(nb::module_ &m) {
           nb::arg("grad").noconvert(), nb::arg("threads"), nb::call_guard<nb::gil_scoped_release>());
 }
 
+static nb::ndarray<nb::numpy, int64_t, nb::ndim<1>> to_numpy(spiral::Array &array) {
+    const size_t size = array.size;
+    int64_t *data = array.data.release();
+    return {data, {size}, nb::capsule(data, [](void *p) noexcept { delete[] static_cast<int64_t *>(p); })};
+}
+
+template <typename T>
+static nb::tuple prefix_tree(Vector<const T> tokens, Vector<const int64_t> offsets, Vector<const bool> sampled,
+                             Vector<const bool> live, int64_t min_shared_run) {
+    auto tree = [&] {
+        nb::gil_scoped_release release;
+        return spiral::build_prefix_tree<T>(tokens.data(), offsets.data(), offsets.shape(0) - 1, sampled.data(),
+                                            live.is_valid() ? live.data() : nullptr, min_shared_run);
+    }();
+    return nb::make_tuple(to_numpy(tree.tokens), to_numpy(tree.positions), to_numpy(tree.start), to_numpy(tree.end),
+                          to_numpy(tree.parent), to_numpy(tree.subtree_end), to_numpy(tree.edge_row),
+                          to_numpy(tree.edge_target), to_numpy(tree.edge_trace), to_numpy(tree.edge_position),
+                          to_numpy(tree.trace_rows));
+}
+
+template <typename T> static void define_prefix_tree(nb::module_ &m) {
+    m.def("prefix_tree", &prefix_tree<T>, nb::arg("tokens").noconvert(), nb::arg("offsets").noconvert(),
+          nb::arg("sampled").noconvert(), nb::arg("live").noconvert().none(), nb::arg("min_shared_run"));
+}
+
 NB_MODULE(_native, m) {
     define<float>(m);
     define<bfloat16>(m);
+    define_prefix_tree<int32_t>(m);
+    define_prefix_tree<int64_t>(m);
     m.def("instruction_set", &spiral::instruction_set, "Instruction set the row kernels use: avx512, avx2 or base.");
     m.def(
         "use_instruction_set",
