@@ -103,9 +103,13 @@ def evaluate_adapter(
         measured = [measure(one, config) for i, part in enumerate(parts_of) for one in store.read(i, part, per_problem)]
         result = summarise(measured, config, 0)
         write_json(out, result)
-        for name, figure in figures({label: result}).items():
-            with written_aside(pictures[name]) as aside:
-                aside.write_text(svg(figure))
+        drawn = figures({label: result})
+        for name, picture in pictures.items():
+            if name in drawn:
+                with written_aside(picture) as aside:
+                    aside.write_text(svg(drawn[name]))
+            else:  # an earlier evaluation of these traces may have drawn it
+                picture.unlink(missing_ok=True)
     console.rich.print(table({label: result}))
     console.line(f"written to {out}")
     return result

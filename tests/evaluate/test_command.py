@@ -108,7 +108,11 @@ def test_other_ks_need_no_new_traces(whole, monkeypatch):
     monkeypatch.setattr(Store, "write", None)
     more = evaluate_adapter(config("evaluate.pass_at=[1, 3, 6]"), None, whole[1], resume=True)
     assert more["pass_at_k"].items() > whole[0]["pass_at_k"].items()
-    assert evaluate_adapter(config(), None, whole[1], resume=True) == whole[0]
+    picture = whole[1].parent / "eval_majority_at_k.svg"
+    assert picture.exists()
+    evaluate_adapter(config("evaluate.majority_at=[]"), None, whole[1], resume=True)
+    assert not picture.exists()  # no picture of numbers that are not there
+    assert evaluate_adapter(config(), None, whole[1], resume=True) == whole[0] and picture.exists()
 
 
 @pytest.mark.parametrize("of", [2, 5])
