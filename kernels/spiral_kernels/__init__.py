@@ -6,12 +6,14 @@ import torch  # noqa: F401  first: its OpenMP runtime is the one the native modu
 
 from spiral_kernels.dispatch import BackendError, available_backends, force_backend
 from spiral_kernels.linear_logprob import LogProbs, linear_logprob
+from spiral_kernels.linear_policy_loss import LinearPolicyLoss, linear_policy_loss
 from spiral_kernels.policy_loss import PolicyLoss, policy_loss, token_weights
 from spiral_kernels.prefix_tree import PrefixTree
 from spiral_kernels.set_advantages import SetAdvantages, flat_set_advantages, set_advantages
 
 __all__ = [
     "BackendError",
+    "LinearPolicyLoss",
     "LogProbs",
     "PrefixTree",
     "PolicyLoss",
@@ -20,6 +22,7 @@ __all__ = [
     "flat_set_advantages",
     "force_backend",
     "linear_logprob",
+    "linear_policy_loss",
     "policy_loss",
     "set_advantages",
     "token_weights",
