@@ -31,33 +31,44 @@ OVERRIDES = [
 
 
 class Crashes:
+    """The process of crashes.py, started again when a test was cut off while it waited for a reply."""
+
     def __init__(self):
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "tests.crashes"]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
+        self.process: subprocess.Popen | None = None
 
     def run(self, folder: Path, *, resume: bool = False, kill: dict | None = None, overrides=()) -> tuple[int, float]:
         """(wait status, seconds) of one training."""
+        if self.process is None:
+            command, environment = [sys.executable, "-m", "tests.crashes"], os.environ | {"OMP_NUM_THREADS": "1"}
+            pipe = subprocess.PIPE
+            self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
         config = load_config("configs/demo.yaml", [*OVERRIDES, f"run_dir={folder}", *overrides])
         request = {"config": config.model_dump(mode="json"), "resume": resume, "kill": kill}
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        reply = json.loads(self.process.stdout.readline())
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            reply = json.loads(self.process.stdout.readline())
+        except BaseException:
+            self.end()
+            raise
         return reply["status"], reply["seconds"]
 
     def finish(self, folder: Path) -> None:
         status, _ = self.run(folder, resume=(folder / "config.yaml").exists())
         assert status == 0, Path(f"{folder}.log").read_text()[-3000:]
 
+    def end(self) -> None:
+        if self.process:
+            self.process.kill()
+            self.process.communicate()
+        self.process = None
+
 
 @pytest.fixture(scope="module")
 def crashes():
     crashes = Crashes()
     yield crashes
-    crashes.process.stdin.close()
-    crashes.process.wait(timeout=30)
+    crashes.end()
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +77,12 @@ def whole(crashes, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "run"
     crashes.finish(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def seconds(crashes, whole, tmp_path_factory) -> float:
+    """How long a run takes here and now."""
+    return crashes.run(tmp_path_factory.mktemp("timed") / "run")[1]
 
 
 def contents(run: Path) -> dict[str, object]:
@@ -115,25 +132,23 @@ PLACES = [
 ]
 
 
-@pytest.mark.timeout(300)
-def test_killed_at_every_kind_of_instant(crashes, whole, tmp_path):
-    for index, kill in enumerate(PLACES):
-        run = tmp_path / f"run_{index}"
-        status, _ = crashes.run(run, kill=kill)
-        log = Path(f"{run}.log")
-        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (kill, log.read_text()[-2000:])
-        crashes.finish(run)
-        assert_same(run, whole)
-        shutil.rmtree(run)
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("kill", PLACES, ids=lambda kill: str(kill.get("at", "metrics:half a line")).rpartition(":")[2])
+def test_killed_at_every_kind_of_instant(crashes, whole, tmp_path, kill):
+    run = tmp_path / "run"
+    status, _ = crashes.run(run, kill=kill)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, Path(f"{run}.log").read_text()[-2000:]
+    crashes.finish(run)
+    assert_same(run, whole)
 
 
-@pytest.mark.timeout(300)
-def test_killed_at_random_instants_again_and_again(crashes, whole, tmp_path):
-    """One run after another, each killed whenever it comes, until 20 kills have hit."""
-    _, seconds = crashes.run(tmp_path / "timed")
-    instants = random.Random(0)
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("seed", range(5))
+def test_killed_at_random_instants_again_and_again(crashes, whole, seconds, tmp_path, seed):
+    """One run after another, each killed up to four times, until four kills have hit: twenty over the seeds."""
+    instants = random.Random(seed)
     kills = trial = 0
-    while kills < 20:
+    while kills < 4:
         run = tmp_path / f"run_{trial}"
         trial += 1
         for _ in range(4):
