@@ -284,9 +284,9 @@ def test_min_shared_run(backend):
 
 
 def test_ids_beyond_32_bits(backend):
-    """Two ids that agree in their low bits."""
-    tree = build([[5, 1], [5 + 2**32, 1], [5, 2**62]])
-    assert tree.tokens.tolist() == [5, 1, 2**62, 5 + 2**32, 1]
+    """Ids that agree in their low bits, as first tokens of a node and within one."""
+    tree = build([[5, 1, 6], [5, 1 + 2**32, 6], [5 + 2**32, 1], [5, 2**62]])
+    assert tree.tokens.tolist() == [5, 1, 6, 1 + 2**32, 6, 2**62, 5 + 2**32, 1]
 
 
 @pytest.mark.parametrize("n", [63, 64, 65, 127, 128, 129, 1000])
@@ -312,6 +312,15 @@ def test_many_branches(backend):
     assert tree.computed_tokens == naive_trie([chain[:cut] + [1] for cut in cuts] + [chain])
     rows = split(tree.trace_rows, tree.trace_offsets)
     assert all(mine[:-1] == rows[-1][: len(mine) - 1] for mine in rows[:-1])
+
+
+def test_many_splits(backend):
+    """Random batches in which nodes are split again and again, and the parts are found again."""
+    rng = np.random.default_rng(0)
+    for n_traces in (2, 4, 8, 16, 32) * 20:
+        traces = rng.integers(0, 2, (n_traces, 10)).tolist()
+        tree = build(traces)
+        assert tree.computed_tokens == naive_trie(traces)
 
 
 def test_what_the_flat_form_takes(backend):
