@@ -2,8 +2,7 @@
 
 math-verify's own time-outs are signals, which only work in the main thread and not inside one long C call; here they
 are off. The rule: the last box of the completion (boxed.py) is compared with the reference answer; no box, or an empty
-one, is wrong. The finish reason plays no part. math-verify reads plain words as products of their letters: for answers
-that are words use reward.kind exact.
+one, is wrong. The finish reason plays no part.
 """
 
 from __future__ import annotations

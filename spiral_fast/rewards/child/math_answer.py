@@ -70,7 +70,7 @@ def same(reference: str, answer: str) -> bool:
     bare = [text.removesuffix("%").removesuffix("\\").strip() for text in (reference, answer)]
     if reference.endswith("%") != answer.endswith("%"):  # the percent sign may be left out
         return equal(*bare)
-    bare = [without_unit(text) for text in (reference, answer)]
+    bare = [_number_alone(text) for text in (reference, answer)]
     return bare != [reference, answer] and equal(*bare)
 
 
@@ -87,6 +87,13 @@ def parse(text: str) -> list:
     from math_verify import LatexExtractionConfig, parse
 
     return parse(f"\\boxed{{{text}}}", [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None)
+
+
+def _number_alone(text: str) -> str:
+    r"""Without the words after a number, which may stand in one \text with it; any other text as it is."""
+    plain = WRAPPED.sub(r"\1", text)
+    number = without_unit(plain)
+    return text if number == plain else number
 
 
 def _tuple(column: re.Match) -> str:
