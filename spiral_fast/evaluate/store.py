@@ -134,7 +134,8 @@ class Store:
         with self.alone():
             self._check()
             with written_aside(self.file(name)) as aside:
-                pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), aside, compression="zstd")
+                table = pa.Table.from_pylist(rows, schema=SCHEMA)
+                pq.write_table(table, aside, compression="zstd", write_page_checksum=True)
 
     def read(self, name: str | int, problems: Sequence[Problem], traces: int) -> list[ProblemSamples]:
         return read_chunk(self.file(name), problems, traces)
@@ -149,13 +150,16 @@ def read_chunk(file: Path, problems: Sequence[Problem], traces: int) -> list[Pro
     by_id = {problem.id: ProblemSamples(problem, [], []) for problem in problems}
     places: dict[str, list[tuple[int, ...]]] = {name: [] for name in by_id}
     try:
-        rows = pq.read_table(file, schema=SCHEMA).to_pylist()
-    except (pa.ArrowException, OSError) as error:
+        rows = pq.read_table(file, schema=SCHEMA, page_checksum_verification=True).to_pylist()
+    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: text that is not UTF-8
         raise _damaged(file, first_line(error)) from None
     for row in rows:
         if row["problem"] not in by_id:
             raise _damaged(file, f"it has traces of {row['problem']!r}, a problem of another chunk")
-        places[row["problem"]].append((row["shape"], row["level"], row["set"], row["index"]))
+        place = (row["shape"], row["level"], row["set"], row["index"])
+        if None in place:
+            raise _damaged(file, f"a trace of problem {row['problem']!r} has no place")
+        places[row["problem"]].append(place)
         one, shape, level = by_id[row["problem"]], row["shape"], row["level"]
         if shape < 0:
             one.search.append(_sample(row))

@@ -192,6 +192,24 @@ def test_a_store_gives_back_what_it_was_given(whole, tmp_path):
     assert [len(steps) for steps in samples[0].rsa] == [2, 1] and len(samples[0].search) == 8
 
 
+def test_a_flipped_bit_is_never_measured(whole, tmp_path):
+    """In any page; the footer, 1 - 2 % of the file of a real evaluation, has no checksum."""
+    problems = load_problems(config()).eval[3:6]
+    good = (whole[1].parent / "eval_traces" / "chunk_000001.parquet").read_bytes()
+    traces = read_chunk(whole[1].parent / "eval_traces" / "chunk_000001.parquet", problems, 24)
+    rng, refused = random.Random(0), 0
+    for _ in range(200):
+        flipped = bytearray(good)
+        flipped[rng.randrange(len(good) - 8 - int.from_bytes(good[-8:-4], "little"))] ^= 1 << rng.randrange(8)
+        (tmp_path / "chunk.parquet").write_bytes(flipped)
+        try:
+            assert read_chunk(tmp_path / "chunk.parquet", problems, 24) == traces  # a bit that nothing reads
+        except ConfigError as error:
+            assert "is damaged" in str(error)
+            refused += 1
+    assert refused > 100
+
+
 def test_a_damaged_chunk_is_named_and_sampled_again(whole, tmp_path):
     """Nothing is measured on fewer, more or other traces than were sampled."""
     out = tmp_path / "eval.json"
