@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spiral_fast.rewards.child.normalise import normalise
+from spiral_fast.rewards.child.normalise import normalise, without_unit
 
 
 @pytest.mark.parametrize(
@@ -68,3 +68,35 @@ def test_any_text_is_normalised_and_once_is_enough_for_what_is_plain(text):
     assert isinstance(normalise(text), str)
     if text.isascii() and text.isalnum() and "e" not in text.lower():
         assert normalise(text) == text
+
+
+@pytest.mark.timeout(30)  # what takes a square of the length takes minutes
+@pytest.mark.parametrize(
+    "part", ["1", "1 ", "1.", "1\\,", "1i", "(", "a", "a b ", "\\\\", "\\pi", "\\frac{", ".\\overline{1}"]
+)
+def test_long_texts_take_time_in_proportion(part):
+    for end in ("", "!"):
+        text = normalise("12 " + part * (200_000 // len(part)) + end)
+        assert isinstance(without_unit(text), str)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("12 cm^{2}", "12"),
+        ("12 dollars per hour", "12"),
+        ("-1/2 cup", "-1/2"),
+        ("\\frac{1}{2} inch", "\\frac{1}{2}"),
+        ("12 \\, m/s^2", "12"),
+        ("5 million", "5 million"),
+        ("5 or none", "5 or none"),
+        ("5 + apples", "5 + apples"),
+        ("5x", "5x"),
+        ("2 xyz", "2 xyz"),
+        ("5 apples 6", "5 apples 6"),
+        ("apples", "apples"),
+        ("x^{2} apples", "x^{2} apples"),
+    ],
+)
+def test_a_number_without_its_unit(text, number):
+    assert without_unit(text) == number

@@ -33,7 +33,7 @@ NO_UNIT = (
 )
 SHORT = "[cmdkn]?m|ft|in|yd|mi|[kmn]?g|[mc]?l|lbs?|oz|sq|cu|hrs?|mins?|secs?|ms|[mk]ph|men|day|cup|egg|pie"
 UNIT = re.compile(
-    rf"(?!(?:{NO_UNIT})\b)(?:(?:{SHORT})\b|[a-z]{{4,}})(?:[a-z .]|/[a-z]|\^\d|\^{{\d}})*|\^\\circ [CF]", re.IGNORECASE
+    rf"(?!(?:{NO_UNIT})\b)(?:(?:{SHORT})\b|[a-z]{{4,}}+)(?:[a-z .]|/[a-z]|\^\d|\^{{\d}})*|\^\\circ [CF]", re.IGNORECASE
 )
 GAP = r"(?:\\[,;:! ]| )"  # a thin or plain blank between groups of three digits
 
@@ -91,7 +91,7 @@ def _numbers(text: str) -> str:
     )  # 1 000
     text = re.sub(r"^([+-]?[\d.]+)[eE]([+-]?\d+)$", r"\1 \\times 10^{\2}", text)  # 1.5e3
     text = re.sub(r"^([+-]?\d+) +(\d+)/(\d+)$", r"\1\\frac{\2}{\3}", text)  # 1 1/2
-    return re.sub(r"(\d*)\.(\d*)\\overline{(\d{1,50})}", _repeating, text)
+    return re.sub(r"(?<!\d)(\d*)\.(\d*)\\overline{(\d{1,50})}", _repeating, text)
 
 
 def _repeating(match: re.Match) -> str:
