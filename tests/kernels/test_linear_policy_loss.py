@@ -148,6 +148,8 @@ def check(case, *, absolute=1e-5, gradient=1e-5, **settings):
     out, gradients = case.run(**settings)
     total, logp, entropy, truths = case.truth(**settings)
     counts = case.token_weight != 0
+    assert (out.logp <= 0).all() and (out.entropy >= 0).all()
+    assert (out.entropy <= math.log(case.weight.shape[0]) + absolute).all()
     torch.testing.assert_close(out.loss.double(), total, rtol=absolute, atol=absolute)
     for found, true in ((out.logp, logp), (out.entropy, entropy)):
         torch.testing.assert_close(found.double(), torch.where(counts, true, 0), rtol=0, atol=absolute)
@@ -368,6 +370,57 @@ def test_nan_is_not_hidden(backend):
         for of_loss in SETTINGS:
             if of_loss.get("old"):
                 assert case.run(**of_loss)[0].loss.isnan(), name
+
+
+def test_inputs_that_are_not_contiguous(backend, small_tiles):
+    case = Case(row_index=torch.arange(30))
+    for name in ("targets", "advantages", "rollout", "old", "ref", "token_weight", "each_temperature", "row_index"):
+        setattr(case, name, torch.stack([getattr(case, name)] * 2, 1)[:, 0])
+    case.hidden = torch.cat([case.hidden, case.hidden], 1)[:, ::2]
+    case.weight = case.weight.t().contiguous().t()
+    case.surround()
+    assert not any(x.is_contiguous() for x in (case.hidden, case.weight, case.targets, case.token_weight))
+    check(case, **SETTINGS[-1])
+
+
+def test_does_not_depend_on_the_split_into_calls(backend, small_tiles):
+    case = Case(n_hidden=10, row_index=torch.arange(30) % 10)
+    out, gradients = case.run(**SETTINGS[-1])
+    total, sums = 0, [0, 0]
+    for part in (slice(0, 11), slice(11, 12), slice(12, 30)):
+        row_index = case.row_index[part]
+        one = Case(rows=len(row_index), n_hidden=10, row_index=row_index)
+        one.hidden, one.weight = case.hidden, case.weight
+        for name in ("targets", "advantages", "rollout", "old", "ref", "token_weight", "each_temperature"):
+            setattr(one, name, getattr(case, name)[part])
+        of_part, gradients_of_part = one.run(**SETTINGS[-1])
+        total, sums = total + of_part.loss, [a + b for a, b in zip(sums, gradients_of_part, strict=True)]
+    torch.testing.assert_close(total, out.loss, rtol=1e-5, atol=1e-6)
+    for found, whole in zip(sums, gradients, strict=True):
+        assert relative(found, whole) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAST)
+def test_more_than_two_to_the_31_logits(name):
+    """Rows near the end of R x V > 2^31 give the same numbers as alone."""
+    rows, vocabulary = 140_000, 16_000
+    force_backend(name, "linear_policy_loss")
+    few = Case(vocabulary, rows=4, size=1)
+    few.token_weight[:] = 1
+    many = Case(7, rows=4, size=1, n_hidden=4)
+    many.hidden, many.weight = few.hidden, few.weight
+    many.row_index = torch.zeros(rows, dtype=torch.int64)
+    many.row_index[-4:] = torch.arange(4)
+    for of_rows in ("targets", "advantages", "rollout", "old", "ref"):
+        ending = getattr(few, of_rows)
+        setattr(many, of_rows, torch.cat([ending.new_zeros(rows - 4), ending]))
+    many.token_weight = torch.ones(rows)
+    found, gradients = many.run()
+    alone, truths = few.run()
+    force_backend(None, "linear_policy_loss")
+    torch.testing.assert_close(found.logp[-4:], alone.logp, rtol=0, atol=1e-5)
+    torch.testing.assert_close(gradients[0], truths[0], rtol=1e-5, atol=1e-6)  # credit 0 adds nothing
 
 
 def test_two_runs_are_bit_equal(backend, small_tiles):
