@@ -65,7 +65,7 @@ template <typename T> static void define(nb::module_ &m) {
 static nb::ndarray<nb::numpy, int64_t, nb::ndim<1>> to_numpy(spiral::Array &array) {
     const size_t size = array.size;
     int64_t *data = array.data.release();
-    return {data, {size}, nb::capsule(data, [](void *p) noexcept { delete[] static_cast<int64_t *>(p); })};
+    return {data, {size}, nb::capsule(data, [](void *p) noexcept { std::free(p); })};
 }
 
 template <typename T>

@@ -1,14 +1,33 @@
-// Two passes. The first inserts the traces, one after the other, into a compressed trie that only refers to their tokens:
-// a trace is compared run by run with the path it shares, and a child is found by its first token in one hash table, so
-// the work is that of reading the tokens once plus one look-up per branch passed. The second walks the trie depth-first,
-// joins runs shorter than min_shared_run to each of their children, and writes the arrays.
+// Two passes. The first inserts the traces, one after the other, into a compressed trie that only refers to their
+// tokens: a trace is compared run by run with the path it shares, and a child is found by its first token in one hash
+// table, so the work is to read the tokens once and to look up one child per branch passed. The second walks the trie
+// depth-first, joins runs shorter than min_shared_run to each of their children, and writes the arrays.
 #include "prefix_tree.h"
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 #include <vector>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 namespace spiral {
+
+// Large arrays in huge pages where the system has them: else most of the time goes into faults of 4 KB pages.
+int64_t *allocate(int64_t size) {
+    constexpr size_t huge = 2 << 20;
+    const size_t bytes = std::max<size_t>(size * sizeof(int64_t), 1);
+    const bool large = bytes >= 2 * huge;
+    void *data = large ? std::aligned_alloc(huge, (bytes + huge - 1) / huge * huge) : std::malloc(bytes);
+    if (!data) throw std::bad_alloc();
+#ifdef __linux__
+    if (large) madvise(data, bytes, MADV_HUGEPAGE);
+#endif
+    return static_cast<int64_t *>(data);
+}
+
 namespace {
 
 constexpr int64_t none = -1;
@@ -16,9 +35,10 @@ constexpr int64_t root = 0;  // holds no token
 
 struct Node {
     int64_t parent;
-    int64_t begin, end;   // depths of its tokens: begin .. end - 1
-    int64_t source;       // where a trace that passes through the whole node begins in `tokens`
-    int64_t first_child = none, last_child = none, previous = none, next = none;  // siblings in order of first appearance
+    int64_t begin, end;  // depths of its tokens: begin .. end - 1
+    int64_t source;      // where a trace that passes through the whole node begins in `tokens`
+    int64_t first_child = none, last_child = none;  // in order of first appearance
+    int64_t previous = none, next = none;           // sibling
     int64_t last_trace = none;  // of those that end in this node, or would have before it was split
 };
 
@@ -55,7 +75,8 @@ template <typename T> class Trie {
                 break;
             }
             const Node &child = nodes[slot];
-            depth += agreeing(tokens + source + depth, tokens + child.source + depth, std::min(length, child.end) - depth);
+            const int64_t both = std::min(length, child.end) - depth;
+            depth += agreeing(tokens + source + depth, tokens + child.source + depth, both);
             if (depth < length && depth < child.end) split(slot, depth);
             node = slot;
         }
@@ -147,7 +168,8 @@ PrefixTree build_prefix_tree(const T *tokens, const int64_t *offsets, int64_t n_
     for (int64_t trace = 0; trace < n_traces; ++trace) trie.insert(trace, offsets[trace], lengths[trace]);
     const std::vector<Node> &nodes = trie.nodes;
 
-    std::vector<int64_t> start, end, parent, subtree_end, source;  // source: where the node's first token is in `tokens`
+    std::vector<int64_t> start, end, parent, subtree_end;
+    std::vector<int64_t> source;  // where the node's first token is in `tokens`
     Array trace_rows(offsets[n_traces]);
     std::vector<Step> path;
     std::vector<int64_t> joined;  // nodes joined to their children, of which the first is still to come

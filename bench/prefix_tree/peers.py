@@ -1,4 +1,7 @@
-"""Ways to find the distinct prefixes of a batch and the row of every token: ours by backend, and its peers."""
+"""Ways to find the distinct prefixes of a batch and the row of every token: ours by backend, and its peers.
+
+The peers give the rows' tokens and positions and the edge rows too, as PrefixTree does, but no nodes.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,9 @@ def trie_of_dicts(batch: Batch) -> tuple[int, np.ndarray]:
             node = node.setdefault(token, {})
             rows.append(node)
     numbers: dict[int, int] = {}
-    return len(numbers), np.array([numbers.setdefault(id(node), len(numbers)) for node in rows], np.int64)
+    numbered = np.array([numbers.setdefault(id(node), len(numbers)) for node in rows], np.int64)
+    _rows_and_edges(batch, numbered, len(numbers))
+    return len(numbers), numbered
 
 
 def sort_and_compare(batch: Batch) -> tuple[int, np.ndarray]:
@@ -55,4 +60,15 @@ def sort_and_compare(batch: Batch) -> tuple[int, np.ndarray]:
         here[shared:] = n_rows + np.arange(len(trace) - shared)
         n_rows += len(trace) - shared
         before = here
+    _rows_and_edges(batch, rows, n_rows)
     return n_rows, rows
+
+
+def _rows_and_edges(batch: Batch, rows: np.ndarray, n_rows: int) -> tuple[np.ndarray, ...]:
+    """Tokens and positions of the rows; hidden row, target, trace and position of the edge rows."""
+    trace = np.repeat(np.arange(len(batch.offsets) - 1), np.diff(batch.offsets))
+    position = np.arange(len(rows)) - batch.offsets[trace]
+    tokens, positions = np.empty(n_rows, np.int64), np.empty(n_rows, np.int64)
+    tokens[rows], positions[rows] = batch.tokens, position
+    edges = np.flatnonzero(batch.sampled)
+    return tokens, positions, rows[edges - 1], batch.tokens[edges], trace[edges], position[edges]

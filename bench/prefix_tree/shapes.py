@@ -50,18 +50,17 @@ def batch(traces: list[np.ndarray], prompts: list[int] | None = None) -> Batch:
     return Batch(np.concatenate(traces), offsets, position >= np.repeat(prompts or [1] * len(traces), lengths))
 
 
-def hard(scale: int = 1) -> dict[str, Batch]:
-    """Each about a million tokens times `scale`."""
+def hard() -> dict[str, Batch]:
+    """Each about a million tokens."""
     rng = np.random.default_rng(0)
     prompt, chain = rng.integers(0, VOCABULARY, 256), rng.integers(0, VOCABULARY, 1024)
-    n = 1000 * scale
-    branches = [np.append(chain[:i], [VOCABULARY, i]) for i in rng.integers(1, 1024, 2 * n)]
-    children = [np.concatenate([prompt, rng.integers(0, VOCABULARY, 16)]) for _ in range(4 * n)]
+    branches = [np.append(chain[:i], [VOCABULARY, i]) for i in rng.integers(1, 1024, 2000)]
+    children = [np.concatenate([prompt, rng.integers(0, VOCABULARY, 16)]) for _ in range(4000)]
     return {
-        "all traces identical": batch([chain] * n),
-        "one long chain": batch([rng.integers(0, VOCABULARY, 1000 * n)]),
-        "thousands of children of one node": batch(children),
+        "all traces identical": batch([chain] * 1000),
+        "one long chain": batch([rng.integers(0, VOCABULARY, 1_000_000)]),
+        "4,000 children of one node": batch(children),
         "a branch at every token of a chain": batch(branches),
-        "two token ids, 64 tokens, all different": batch(list(rng.integers(0, 2, (16 * n, 64)))),
-        "traces of four tokens": batch(list(rng.integers(0, VOCABULARY, (250 * n, 4)))),
+        "two token ids, 64 tokens, all different": batch(list(rng.integers(0, 2, (16_000, 64)))),
+        "traces of four tokens": batch(list(rng.integers(0, VOCABULARY, (250_000, 4)))),
     }
