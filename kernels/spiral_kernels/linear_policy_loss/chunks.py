@@ -17,6 +17,7 @@ from torch import Tensor
 
 from spiral_kernels.linear_logprob import torch_rows
 from spiral_kernels.linear_logprob.tiled import TILE_ELEMENTS, RowBackend, RowSums, _add_product
+from spiral_kernels.linear_logprob.torch_rows import _column, _put
 from spiral_kernels.policy_loss.losses import Settings, kl_terms, surrogate
 
 CHUNK_BYTES = {"cpu": 40 << 20, "cuda": 1 << 30}  # of logits
@@ -93,16 +94,11 @@ def linear_policy_loss(
         of_entropy = entropy_coef * of_rows.token_weight[part] * scale[part]
         d_h = torch.zeros(h.shape, dtype=dtype, device=device)
         for first, block, tile in chunk.tiles(len(h)):
-            extra = None
+            of_tile = tile, first, targets[part], scale[part], origin, log_norm, logp[part]
+            if entropy_coef != 0:  # before `gradient`, which may overwrite the tile
+                extra = _entropy_gradient(*of_tile, entropy[part], of_entropy)
+            d_logits = rows.gradient(*of_tile, slope, h.dtype)
             if entropy_coef != 0:
-                column = (targets[part] - first)[:, None]
-                extra = _entropy_gradient(
-                    tile, column, scale[part], origin, log_norm, logp[part], entropy[part], of_entropy
-                )
-            d_logits = rows.gradient(
-                tile, first, targets[part], scale[part], origin, log_norm, logp[part], slope, h.dtype
-            )
-            if extra is not None:
                 d_logits = extra.add_(d_logits).to(h.dtype)
             if need_hidden:
                 _add_product(d_h, d_logits, block)
@@ -176,7 +172,8 @@ def _softmax(sums: RowSums, true: Tensor) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 def _entropy_gradient(
     tile: Tensor,
-    column: Tensor,
+    first: int,
+    targets: Tensor,
     scale: Tensor,
     origin: Tensor,
     log_norm: Tensor,
@@ -184,12 +181,11 @@ def _entropy_gradient(
     entropy: Tensor,
     factor: Tensor,
 ) -> Tensor:
-    """(C, B): factor * p_v (log p_v + entropy), the derivative of -entropy by l_v. column (C, 1): the true class."""
+    """(C, B), new: factor * p_v (log p_v + entropy), the derivative of -entropy by l_v. All else (C,)."""
     log_p = tile.to(scale.dtype, copy=True).mul_(scale[:, None]).sub_(origin[:, None]).sub_(log_norm[:, None])
-    true = torch.arange(tile.shape[1], device=tile.device) == column
-    log_p = torch.where(true, logp[:, None], log_p)
+    _put(log_p, *_column(targets, first, tile.shape[1]), logp)
     p = log_p.exp()
-    return torch.where(p > 0, p * (log_p + entropy[:, None]), 0).mul_(factor[:, None])
+    return log_p.clamp_(min=-1e30).add_(entropy[:, None]).mul_(p).mul_(factor[:, None])  # 0 * -1e30, not 0 * -inf
 
 
 class Chunk:
