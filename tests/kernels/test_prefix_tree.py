@@ -211,8 +211,10 @@ def test_nothing(backend, traces):
 def test_one_token_and_one_long_chain(backend):
     tree = build([[4]])
     assert [array.tolist() for array in tree[:6]] == [[4], [0], [0], [1], [-1], [1]]
-    n = 70_000  # its attention area passes 2^31
-    tree = PrefixTree.build(np.arange(n, dtype=np.int32), np.array([0, n]), np.zeros(n, bool))
+    n = 600_000  # its attention area passes 2^31, and its arrays come from huge pages
+    tree = PrefixTree.build(np.arange(n, dtype=np.int32), np.array([0, n]), np.arange(n) > 0)
+    for rows in (tree.tokens, tree.positions, tree.trace_rows, tree.edge_row, tree.edge_target - 1):
+        assert torch.equal(rows, torch.arange(len(rows)))
     assert tree.start.tolist() == [0] and tree.end.tolist() == [n]
     assert tree.attention_area == tree.logical_attention_area == n * (n + 1) // 2 > 2**31
 
