@@ -287,6 +287,7 @@ def test_doctor_names_the_backend_of_each_operation(monkeypatch):
     assert result.exit_code == 0
     for word in ("torch", "linear_logprob", "set_advantages", "native module:", "CPU:", "rollout engine: radix"):
         assert word in result.output
+    monkeypatch.setenv("COLUMNS", "200")  # else the words may be wrapped
     monkeypatch.setenv("SPIRAL_KERNELS_BACKEND", "linear_logprob=abacus")
     assert "no backend 'abacus'" in run("doctor").output
 
