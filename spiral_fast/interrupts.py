@@ -5,7 +5,19 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def result_of(future: Future[T]) -> T:
+    """`future.result()`, within a second of a Ctrl-C also when that came just as the wait began: a signal between
+    Python's last look at it and the wait itself does not end the wait."""
+    while not future.done():
+        wait([future], timeout=1.0)
+    return future.result()
 
 
 class Terminated(KeyboardInterrupt):

@@ -3,10 +3,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from spiral_fast.interrupts import interrupts_held
+from spiral_fast.interrupts import interrupts_held, result_of
 
 
 def test_ctrl_c_waits_for_the_end_of_the_block():
@@ -64,3 +65,21 @@ def test_in_another_thread_it_is_a_no_op():
     thread.start()
     thread.join()
     assert entered == [True]
+
+
+def test_a_result_is_waited_for_and_an_error_passes_on():
+    release = threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(lambda: release.wait() and 7)
+        threading.Timer(0.05, release.set).start()
+        assert result_of(waiting) == 7
+    failed: Future = Future()
+    failed.set_exception(TimeoutError("its own"))
+    with pytest.raises(TimeoutError, match="its own"):
+        result_of(failed)
+
+
+def test_ctrl_c_ends_the_wait_for_a_result():
+    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        result_of(Future())

@@ -86,7 +86,7 @@ def native_unavailable() -> str | None:
     except ModuleNotFoundError:
         return (
             "spiral_kernels._native is not built (no working C++ compiler or CMake when spiral-fast was installed); "
-            "on CPU the torch backend runs instead and the head takes up to a quarter longer; "
+            "on CPU slower backends run instead; "
             "install a C++17 compiler and CMake >= 3.20, then reinstall spiral-fast"
         )
     except ImportError as error:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from spiral_fast.config import Config
+from spiral_fast.interrupts import result_of
 from spiral_fast.prompts import Prompts
 from spiral_fast.rewards.grader import CORRECT, Grader, Verdict, check_finite
 from spiral_fast.rollout.engine import Completion, Engine, Request, request_seed
@@ -98,7 +99,7 @@ def _submit(
 def _sample(
     item: Asked, completion: Completion, text: str, whole: Future[Verdict], cut: list[Future[Verdict]]
 ) -> Sample:
-    verdict = whole.result()
+    verdict = result_of(whole)
     check_finite([(item.problem, text, completion.finish_reason)], [verdict])
     return Sample(
         key=item.key,
@@ -113,5 +114,5 @@ def _sample(
         answer=verdict.answer,
         verdict=verdict.verdict,
         reason=verdict.reason,
-        at_limit=[future.result().verdict for future in cut],
+        at_limit=[result_of(future).verdict for future in cut],
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from spiral_fast.config import ConfigError, ModelConfig
 from spiral_fast.learner.gguf import dequantised, package_gguf
@@ -38,6 +40,8 @@ class LoadedModel:
 def load_model(config: ModelConfig, device: str) -> LoadedModel:
     """Load `config.path` and put the adapter on it. A fresh adapter draws its A matrices from torch's global RNG; its
     B matrices are 0, so that it starts as the base model. Raises ConfigError in one line naming the key."""
+    if not sys.stderr.isatty():  # a bar is for the eye: in a log it is noise
+        disable_progress_bar()
     with _errors_in_one_line(config.path):
         model, tokenizer = _read(source_of(config.path), getattr(torch, config.dtype))
     model.requires_grad_(False)

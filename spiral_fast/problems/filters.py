@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from spiral_fast.config import Config, FiltersConfig, RowCondition
+from spiral_fast.interrupts import result_of
 from spiral_fast.problems.rows import BadRow, Fields, Row, UniqueIds, number, problem_of, value_at
 from spiral_fast.problems.same_text import normalised
 from spiral_fast.trace import Problem
@@ -74,7 +75,7 @@ def gradable(
     with make_grader(config) as grader:  # all held at once: equal answers are graded once
         verdicts = [grader.submit(problem, f"\\boxed{{{problem.answer}}}", "stop") for problem in problems]
         for done, (problem, verdict) in enumerate(zip(problems, verdicts, strict=True), start=1):
-            if verdict.result().verdict == "correct":
+            if result_of(verdict).verdict == "correct":
                 kept.append(problem)
             else:
                 counts["taken out: the reward does not accept the reference answer"] += 1

@@ -8,6 +8,7 @@ from math import isfinite
 from typing import NamedTuple
 
 from spiral_fast.config import Config, ConfigError
+from spiral_fast.interrupts import result_of
 from spiral_fast.trace import Problem
 
 CORRECT, WRONG, COULD_NOT_GRADE = "correct", "wrong", "could_not_grade"
@@ -44,7 +45,7 @@ class Grader:
 
     def grade(self, items: Sequence[Item]) -> list[Verdict]:
         """One verdict per item, in the items' order."""
-        return [verdict.result() for verdict in [self.submit(*item) for item in items]]
+        return [result_of(verdict) for verdict in [self.submit(*item) for item in items]]
 
 
 def known(correct: bool, answer: str | None) -> Future[Verdict]:

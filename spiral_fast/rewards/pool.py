@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from weakref import WeakValueDictionary
 
 from spiral_fast.config import RewardConfig
-from spiral_fast.interrupts import interrupts_held
+from spiral_fast.interrupts import interrupts_held, result_of
 from spiral_fast.rewards.grader import CORRECT, COULD_NOT_GRADE, WRONG, Grader, Verdict
 from spiral_fast.rewards.process import GradingProcess
 
@@ -39,7 +39,7 @@ class PoolGrader(Grader):
         self._threads = ThreadPoolExecutor(len(self._processes), "grading")
         try:
             for started in [self._threads.submit(process.start) for process in self._processes]:
-                started.result()
+                result_of(started)
         except BaseException:
             self.__exit__()
             raise
