@@ -174,7 +174,7 @@ def test_a_stop_ends_soon_and_the_run_goes_on_as_if_there_was_none(demo, tmp_pat
         with pytest.raises(ConfigError, match="is being written by another process"):
             train(load_config(run / "config.yaml"), resume=True)  # a second trainer
         process.send_signal(number)
-        _, errors = process.communicate(timeout=10)
+        _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == code

@@ -45,7 +45,7 @@ def linear_logprob(
     device assertion), BackendError if a forced backend cannot serve. Deterministic on CPU; on CUDA sums over repeated
     row_index follow torch.use_deterministic_algorithms.
     """
-    scale = _check(hidden, weight, targets, row_index, temperature)
+    scale = check_head(hidden, weight, targets, row_index, temperature)
     backend = choose_backend("linear_logprob", hidden.device, hidden.dtype)
     if backend == "reference":
         logp, lse, entropy = reference.linear_logprob(hidden, weight, targets, row_index, temperature)
@@ -58,7 +58,7 @@ def linear_logprob(
     return LogProbs(logp, entropy if return_entropy else None, lse)
 
 
-def _check(hidden, weight, targets, row_index, temperature) -> torch.Tensor:
+def check_head(hidden, weight, targets, row_index, temperature) -> torch.Tensor:
     """1 / temperature as (R,) of the accumulation dtype. Raises ValueError with one line."""
 
     def need(good: bool, message: str) -> None:
@@ -93,7 +93,7 @@ def _check(hidden, weight, targets, row_index, temperature) -> torch.Tensor:
     return torch.full(targets.shape, 1 / temperature, dtype=dtype, device=hidden.device)
 
 
-def _row_backend(name: str) -> tiled.RowBackend:
+def row_backend(name: str) -> tiled.RowBackend:
     if name == "native":
         from spiral_kernels.linear_logprob import native
 
@@ -113,7 +113,7 @@ def _row_backend(name: str) -> tiled.RowBackend:
 )
 def _forward(hidden, weight, targets, row_index, scale, with_entropy, backend):
     with torch.autocast(hidden.device.type, enabled=False):
-        return tiled.forward(_row_backend(backend), hidden, weight, targets, row_index, scale, with_entropy)
+        return tiled.forward(row_backend(backend), hidden, weight, targets, row_index, scale, with_entropy)
 
 
 @_forward.register_fake
@@ -134,7 +134,7 @@ def _backward(
 ):
     with torch.autocast(hidden.device.type, enabled=False):
         return tiled.backward(
-            _row_backend(backend),
+            row_backend(backend),
             grad_logp,
             hidden,
             weight,
@@ -172,7 +172,7 @@ def _autograd(ctx, grad_logp, *_):
 _forward.register_autograd(_autograd, setup_context=_setup_context)
 
 
-def _native_why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+def native_why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cpu":
         return f"it runs on CPU only, the tensors are on {device}"
     if dtype not in (torch.float32, torch.bfloat16):
@@ -180,7 +180,7 @@ def _native_why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     return native_unavailable()
 
 
-def _triton_why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+def triton_why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in (torch.float32, torch.bfloat16):
         return f"it takes float32 and bfloat16, not {dtype}"
     if importlib.util.find_spec("triton") is None:
@@ -193,8 +193,8 @@ def _triton_why_not(device: torch.device, dtype: torch.dtype) -> str | None:
 register_backends(
     "linear_logprob",
     {
-        "native": _native_why_not,
-        "triton": _triton_why_not,
+        "native": native_why_not,
+        "triton": triton_why_not,
         "torch": lambda device, dtype: None,
         "reference": lambda device, dtype: None,
     },

@@ -75,9 +75,9 @@ def forward(
 
     The log-sum-exp is origin + log_norm: in two parts, a large common offset of the logits costs no digits.
     """
-    _check_range("targets", targets, weight.shape[0])
+    check_range("linear_logprob", "targets", targets, weight.shape[0])
     if row_index is not None:
-        _check_range("row_index", row_index, hidden.shape[0])
+        check_range("linear_logprob", "row_index", row_index, hidden.shape[0])
     n_rows = targets.shape[0]
     targets, scale = targets.contiguous(), scale.contiguous()
     logp = scale.new_empty(n_rows)
@@ -96,15 +96,25 @@ def forward(
         for first, block in tiles.blocks():
             rows.accumulate(tiles.logits(h, block), first, targets[part], scale[part], sums)
         true = torch.linalg.vecdot(h.to(scale.dtype), weight[targets[part]].to(scale.dtype)) * scale[part]
-        log_sum = sums.sum.log()
-        logp[part] = -torch.logaddexp(sums.maximum - true + log_sum, torch.zeros_like(true))
-        top = origin[part] = torch.maximum(sums.maximum, true)
-        norm = log_norm[part] = torch.logaddexp(sums.maximum - top + log_sum, true - top)
-        if with_entropy:  # sum over classes of p (lse - l): no term is negative, so nothing cancels as p -> 1
-            lse_minus_others = top - sums.maximum + norm - sums.weighted / sums.sum
-            spread = torch.where(sums.sum > 0, -torch.expm1(logp[part]) * lse_minus_others, 0)
-            entropy[part] = spread - torch.where(logp[part] > -torch.inf, logp[part].exp() * logp[part], 0)
+        logp[part], origin[part], log_norm[part], spread = softmax(sums, true)
+        if with_entropy:
+            entropy[part] = spread
     return logp, origin, log_norm, entropy
+
+
+def softmax(sums: RowSums, true: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """logp, origin, log_norm, entropy (None without sums.weighted) of rows, each (C,): from the sums over the other
+    classes and the true class's l. The log-sum-exp is origin + log_norm."""
+    log_sum = sums.sum.log()
+    logp = -torch.logaddexp(sums.maximum - true + log_sum, torch.zeros_like(true))
+    origin = torch.maximum(sums.maximum, true)
+    log_norm = torch.logaddexp(sums.maximum - origin + log_sum, true - origin)
+    if sums.weighted is None:
+        return logp, origin, log_norm, None
+    # the entropy is the sum over classes of p (lse - l): no term is negative, so nothing cancels as p -> 1
+    lse_minus_others = origin - sums.maximum + log_norm - sums.weighted / sums.sum
+    spread = torch.where(sums.sum > 0, -torch.expm1(logp) * lse_minus_others, 0)
+    return logp, origin, log_norm, spread - torch.where(logp > -torch.inf, logp.exp() * logp, 0)
 
 
 def backward(
@@ -147,9 +157,9 @@ def backward(
                 h.dtype,
             )
             if need_hidden:
-                _add_product(d_h, d_logits, block)
+                add_product(d_h, d_logits, block)
             if need_weight:
-                _add_product(d_weight[first : first + block.shape[0]], d_logits.t(), h)
+                add_product(d_weight[first : first + block.shape[0]], d_logits.t(), h)
         if need_hidden and row_index is None:
             d_hidden[part] = d_h
         elif need_hidden:
@@ -192,7 +202,7 @@ def _rows_of(hidden: torch.Tensor, row_index: torch.Tensor | None, part: slice) 
     return hidden[part] if row_index is None else hidden.index_select(0, row_index[part])
 
 
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """total += a @ b, summed over tiles in total's dtype."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
@@ -202,9 +212,10 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total += torch.mm(a, b)
 
 
-def _check_range(name: str, values: torch.Tensor, limit: int) -> None:
+def check_range(operation: str, name: str, values: torch.Tensor, limit: int) -> None:
     """On CUDA the check would wait for the device; an index out of range stops the kernel that uses it there."""
     if values.device.type == "cpu" and values.numel():
         low, high = (int(v) for v in values.aminmax())
         if low < 0 or high >= limit:
-            raise IndexError(f"linear_logprob: {name} must lie in 0 .. {limit - 1}, found {low if low < 0 else high}")
+            found = low if low < 0 else high
+            raise IndexError(f"{operation}: {name} must lie in 0 .. {limit - 1}, found {found}")

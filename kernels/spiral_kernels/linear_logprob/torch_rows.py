@@ -9,8 +9,8 @@ from spiral_kernels.linear_logprob.tiled import RowSums
 
 def accumulate(logits: torch.Tensor, first: int, targets: torch.Tensor, scale: torch.Tensor, sums: RowSums) -> None:
     logits = logits.to(scale.dtype).mul_(scale[:, None])
-    column, inside = _column(targets, first, logits.shape[1])
-    _put(logits, column, inside, torch.full_like(scale, -torch.inf))
+    column, inside = true_column(targets, first, logits.shape[1])
+    put(logits, column, inside, torch.full_like(scale, -torch.inf))
     before = sums.maximum.clone()
     torch.maximum(before, logits.amax(1), out=sums.maximum)
     origin = torch.where(sums.maximum == -torch.inf, 0, sums.maximum)  # nothing finite yet: the sums are 0
@@ -40,17 +40,17 @@ def gradient(
     coefficient = grad * scale
     p = logits.to(scale.dtype).mul_(scale[:, None]).sub_(origin[:, None]).sub_(log_norm[:, None]).exp_()
     d_logits = p.mul_(-coefficient[:, None])
-    _put(d_logits, *_column(targets, first, logits.shape[1]), -coefficient * torch.expm1(logp))
+    put(d_logits, *true_column(targets, first, logits.shape[1]), -coefficient * torch.expm1(logp))
     return d_logits.to(dtype)
 
 
-def _column(targets: torch.Tensor, first: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+def true_column(targets: torch.Tensor, first: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The true class's column in the tile (C, 1), and whether it lies in the tile (C, 1)."""
     column = (targets - first)[:, None]
     inside = (column >= 0) & (column < width)
     return column.clamp(0, width - 1), inside
 
 
-def _put(tile: torch.Tensor, column: torch.Tensor, inside: torch.Tensor, values: torch.Tensor) -> None:
+def put(tile: torch.Tensor, column: torch.Tensor, inside: torch.Tensor, values: torch.Tensor) -> None:
     """tile[r, column[r]] = values[r] where inside; no wait for the device."""
     tile.scatter_(1, column, torch.where(inside, values[:, None], tile.gather(1, column)))

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from spiral_kernels.dispatch import choose_backend, register_backends
-from spiral_kernels.linear_logprob import _check as check_head
-from spiral_kernels.linear_logprob import _native_why_not, _row_backend, _triton_why_not
+from spiral_kernels.linear_logprob import check_head, native_why_not, row_backend, triton_why_not
 from spiral_kernels.linear_policy_loss import chunks, reference
 from spiral_kernels.policy_loss.losses import TOKEN_LOSSES, Settings, settings_of
 
@@ -170,7 +169,7 @@ def _forward(
 ):
     with torch.autocast(hidden.device.type, enabled=False):
         return chunks.linear_policy_loss(
-            _row_backend(backend),
+            row_backend(backend),
             hidden,
             weight,
             targets,
@@ -217,8 +216,8 @@ _forward.register_autograd(_autograd, setup_context=_setup_context)
 register_backends(
     "linear_policy_loss",
     {
-        "native": _native_why_not,
-        "triton": _triton_why_not,
+        "native": native_why_not,
+        "triton": triton_why_not,
         "torch": lambda device, dtype: None,
         "reference": lambda device, dtype: None,
     },

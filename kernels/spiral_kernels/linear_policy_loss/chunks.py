@@ -16,8 +16,15 @@ import torch
 from torch import Tensor
 
 from spiral_kernels.linear_logprob import torch_rows
-from spiral_kernels.linear_logprob.tiled import TILE_ELEMENTS, RowBackend, RowSums, _add_product
-from spiral_kernels.linear_logprob.torch_rows import _column, _put
+from spiral_kernels.linear_logprob.tiled import (
+    TILE_ELEMENTS,
+    RowBackend,
+    RowSums,
+    add_product,
+    check_range,
+    softmax,
+)
+from spiral_kernels.linear_logprob.torch_rows import put, true_column
 from spiral_kernels.policy_loss.losses import Settings, kl_terms, surrogate
 
 CHUNK_BYTES = {"cpu": 40 << 20, "cuda": 1 << 30}  # of logits
@@ -65,9 +72,9 @@ def linear_policy_loss(
 
     scale (R,) = 1 / temperature. A gradient that is not needed is (0,).
     """
-    _check_range("targets", targets, weight.shape[0])
+    check_range("linear_policy_loss", "targets", targets, weight.shape[0])
     if row_index is not None:
-        _check_range("row_index", row_index, hidden.shape[0])
+        check_range("linear_policy_loss", "row_index", row_index, hidden.shape[0])
     dtype, device, n_rows = scale.dtype, hidden.device, targets.shape[0]
     kept = of_rows.token_weight.nonzero()[:, 0]
     source = kept if row_index is None else row_index[kept]  # hidden row of each row that counts
@@ -87,7 +94,7 @@ def linear_policy_loss(
             # native and triton leave the tile but for the true class, which `gradient` does not read; torch does not
             rows.accumulate(tile.clone() if rows is torch_rows else tile, first, targets[part], scale[part], sums)
         true = torch.linalg.vecdot(h.to(dtype), weight[targets[part]].to(dtype)) * scale[part]
-        logp[part], origin, log_norm, entropy[part] = _softmax(sums, true)
+        logp[part], origin, log_norm, entropy[part] = softmax(sums, true)
         if not (need_hidden or need_weight):
             continue
         slope = row_terms(settings, logp[part], of_rows.at(part, dtype)).slope
@@ -101,9 +108,9 @@ def linear_policy_loss(
             if entropy_coef != 0:
                 d_logits = extra.add_(d_logits).to(h.dtype)
             if need_hidden:
-                _add_product(d_h, d_logits, block)
+                add_product(d_h, d_logits, block)
             if need_weight:
-                _add_product(d_weight[first : first + len(block)], d_logits.t(), h)
+                add_product(d_weight[first : first + len(block)], d_logits.t(), h)
         if need_hidden and row_index is None:
             d_hidden[source[part]] = d_h.to(d_hidden.dtype)
         elif need_hidden:
@@ -155,21 +162,6 @@ def _statistics(terms: Terms) -> Tensor:
     return torch.stack(statistics)
 
 
-def _softmax(sums: RowSums, true: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """logp, origin, log_norm, entropy of rows, from the sums over the other classes and the true class's l.
-
-    The log-sum-exp is origin + log_norm. See tiled.forward for why nothing cancels.
-    """
-    log_sum = sums.sum.log()
-    logp = -torch.logaddexp(sums.maximum - true + log_sum, torch.zeros_like(true))
-    origin = torch.maximum(sums.maximum, true)
-    log_norm = torch.logaddexp(sums.maximum - origin + log_sum, true - origin)
-    lse_minus_others = origin - sums.maximum + log_norm - sums.weighted / sums.sum
-    spread = torch.where(sums.sum > 0, -torch.expm1(logp) * lse_minus_others, 0)
-    entropy = spread - torch.where(logp > -torch.inf, logp.exp() * logp, 0)
-    return logp, origin, log_norm, entropy
-
-
 def _entropy_gradient(
     tile: Tensor,
     first: int,
@@ -183,7 +175,7 @@ def _entropy_gradient(
 ) -> Tensor:
     """(C, B), new: factor * p_v (log p_v + entropy), the derivative of -entropy by l_v. All else (C,)."""
     log_p = tile.to(scale.dtype, copy=True).mul_(scale[:, None]).sub_(origin[:, None]).sub_(log_norm[:, None])
-    _put(log_p, *_column(targets, first, tile.shape[1]), logp)
+    put(log_p, *true_column(targets, first, tile.shape[1]), logp)
     p = log_p.exp()
     return log_p.clamp_(min=-1e30).add_(entropy[:, None]).mul_(p).mul_(factor[:, None])  # 0 * -1e30, not 0 * -inf
 
@@ -212,12 +204,3 @@ class Chunk:
             block = self.weight[first : first + self.width]
             start = first * count
             yield first, block, self.buffer[start : start + count * len(block)].view(count, len(block))
-
-
-def _check_range(name: str, values: Tensor, limit: int) -> None:
-    """On CUDA the check would wait for the device; an index out of range stops the kernel that uses it there."""
-    if values.device.type == "cpu" and values.numel():
-        low, high = (int(v) for v in values.aminmax())
-        if low < 0 or high >= limit:
-            found = low if low < 0 else high
-            raise IndexError(f"linear_policy_loss: {name} must lie in 0 .. {limit - 1}, found {found}")
