@@ -168,7 +168,7 @@ def test_a_stop_ends_soon_and_the_run_goes_on_as_if_there_was_none(demo, tmp_pat
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 120
-        while not (run / "metrics.jsonl").exists() or (when == "training" and len(metrics(run)) < 3):
+        while not (run / "config.yaml").exists() or (when == "training" and len(metrics(run)) < 3):
             assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
             time.sleep(0.1)
         with pytest.raises(ConfigError, match="is being written by another process"):
