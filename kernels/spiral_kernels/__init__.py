@@ -10,6 +10,7 @@ from spiral_kernels.linear_policy_loss import LinearPolicyLoss, linear_policy_lo
 from spiral_kernels.policy_loss import PolicyLoss, policy_loss, token_weights
 from spiral_kernels.prefix_tree import PrefixTree
 from spiral_kernels.set_advantages import SetAdvantages, flat_set_advantages, set_advantages
+from spiral_kernels.tree_attention import TreePlan, tree_attention
 
 __all__ = [
     "BackendError",
@@ -18,6 +19,7 @@ __all__ = [
     "PrefixTree",
     "PolicyLoss",
     "SetAdvantages",
+    "TreePlan",
     "available_backends",
     "flat_set_advantages",
     "force_backend",
@@ -26,4 +28,5 @@ __all__ = [
     "policy_loss",
     "set_advantages",
     "token_weights",
+    "tree_attention",
 ]

@@ -1,0 +1,152 @@
+"""Causal attention over a prefix tree: every row attends to the rows before it on its own path from the root."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from spiral_kernels.dispatch import choose_backend, register_backends
+from spiral_kernels.linear_logprob import triton_why_not
+from spiral_kernels.prefix_tree import PrefixTree
+from spiral_kernels.tree_attention.plan import TreePlan
+from spiral_kernels.tree_attention.reference import accumulation_dtype
+
+__all__ = ["TreePlan", "tree_attention"]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+# Each module has forward(q, k, v, plan, scale) -> (out, lse) and backward(d_out, q, k, v, out, lse, plan, scale) ->
+# (dq, dk, dv), shapes as in reference.py, without autograd. Arguments have stride 1 in D and any other strides; results
+# are fresh, of any strides and floating dtype. T = 0 never gets there. Two runs are bit-equal, and a row's result does
+# not depend on rows that it does not see.
+BACKENDS = {
+    "triton": "spiral_kernels.tree_attention.triton_kernels",
+    "torch": "spiral_kernels.tree_attention.reference",
+}
+
+
+def tree_attention(
+    q: Tensor, k: Tensor, v: Tensor, tree: PrefixTree | TreePlan | Sequence, *, scale: float | None = None
+) -> Tensor:
+    """softmax(scale * q k^T) v, where query row i sees key row j if and only if j <= i < subtree_end[node of j].
+
+    q (T, Hq, D), k and v (T, Hkv, D), Hkv divides Hq (query head h reads key head h // (Hq / Hkv)): float32, bfloat16
+    or float64, one dtype and device, any strides. scale None = 1 / sqrt(D). Returns (T, Hq, D) of q's dtype.
+
+    tree: a PrefixTree, its (start, end, parent, subtree_end), or a TreePlan of either, which checks the tree and forms
+    what the kernels need on the host: make it once and pass it to every layer, and always inside torch.compile.
+
+    The backward keeps q, k, v, the result and one number per row and head, nothing under no_grad. Softmax and sums in
+    float32 (float64 for float64). Deterministic. The gradient has no gradient of its own.
+
+    Raises ValueError on shapes, dtypes, devices or nodes that do not fit, BackendError if a forced backend cannot
+    serve.
+    """
+    plan = tree if isinstance(tree, TreePlan) else TreePlan.of(tree, q.device)
+    _check(q, k, v, plan)
+    backend = choose_backend("tree_attention", q.device, q.dtype)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    out, _ = torch.ops.spiral_kernels.tree_attention(q, k, v, plan.tensors, scale, backend)
+    return out
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, plan: TreePlan) -> None:
+    def need(good: bool, message: str) -> None:
+        if not good:
+            raise ValueError(f"tree_attention: {message}")
+
+    def shape(x: Tensor) -> str:
+        return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')} on {x.device}"
+
+    need(q.dim() == 3 and q.shape[2] > 0, f"q must be (T, Hq, D), D > 0, got {shape(q)}")
+    need(k.dim() == 3 and k.shape == v.shape, f"k and v must both be (T, Hkv, D), got {shape(k)} and {shape(v)}")
+    need(k.shape[0] == q.shape[0] and k.shape[2] == q.shape[2], f"q {shape(q)} and k {shape(k)} differ in T or D")
+    heads = f"q has {q.shape[1]} heads, k and v {k.shape[1]}: the number of query heads must be a multiple"
+    need(k.shape[1] > 0 and q.shape[1] > 0 and q.shape[1] % k.shape[1] == 0, heads)
+    need(q.dtype in DTYPES, f"q must be float32, bfloat16 or float64, got {shape(q)}")
+    for name, x in (("k", k), ("v", v)):
+        need(x.dtype == q.dtype, f"q {shape(q)} and {name} {shape(x)} differ in dtype; cast one")
+        need(x.device == q.device, f"{name} is on {x.device}, q on {q.device}")
+    rows = plan.visible_until
+    need(rows.device == q.device, f"the plan is for {rows.device}, q on {q.device}; TreePlan.of(tree, q.device)")
+    need(rows.shape[0] == q.shape[0], f"the tree has {rows.shape[0]} rows, q {q.shape[0]}")
+
+
+@torch.library.custom_op(
+    "spiral_kernels::tree_attention",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor[] plan, float scale, str backend) -> (Tensor out, Tensor lse)",
+)
+def _forward(q, k, v, plan, scale, backend):
+    if q.shape[0] == 0:
+        return _empty_results(q)
+    with torch.autocast(q.device.type, enabled=False):
+        q, k, v = map(_unit_stride, (q, k, v))
+        out, lse = _module(backend).forward(q, k, v, TreePlan.from_tensors(plan), scale)
+        return out.to(q.dtype).contiguous(), lse.contiguous()
+
+
+@_forward.register_fake
+def _(q, k, v, plan, scale, backend):
+    return _empty_results(q)
+
+
+def _empty_results(q: Tensor) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=accumulation_dtype(q.dtype))
+
+
+@torch.library.custom_op(
+    "spiral_kernels::tree_attention_backward",
+    mutates_args=(),
+    schema="(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor[] plan, float scale, "
+    "str backend) -> (Tensor dq, Tensor dk, Tensor dv)",
+)
+def _backward(d_out, q, k, v, out, lse, plan, scale, backend):
+    if q.shape[0] == 0:
+        return tuple(x.new_empty(x.shape) for x in (q, k, v))
+    with torch.autocast(q.device.type, enabled=False):
+        d_out, q, k, v, out = map(_unit_stride, (d_out, q, k, v, out))
+        gradients = _module(backend).backward(d_out, q, k, v, out, lse, TreePlan.from_tensors(plan), scale)
+        return tuple(gradient.to(q.dtype).contiguous() for gradient in gradients)
+
+
+@_backward.register_fake
+def _(d_out, q, k, v, out, lse, plan, scale, backend):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, plan, ctx.scale, ctx.backend = inputs
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.save_for_backward(q, k, v, out, lse, *plan)
+
+
+def _autograd(ctx, d_out, _):
+    q, k, v, out, lse, *plan = ctx.saved_tensors
+    gradients = torch.ops.spiral_kernels.tree_attention_backward(d_out, q, k, v, out, lse, plan, ctx.scale, ctx.backend)
+    return *gradients, [None] * len(plan), None, None
+
+
+_forward.register_autograd(_autograd, setup_context=_setup_context)
+
+
+def _module(backend: str):
+    return importlib.import_module(BACKENDS[backend])
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+register_backends(
+    "tree_attention",
+    {
+        "triton": triton_why_not,
+        "torch": lambda device, dtype: None,
+    },
+)
