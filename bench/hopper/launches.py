@@ -1,0 +1,42 @@
+"""What spiral_kernels launches on a Hopper GPU at Qwen3-4B's shapes, operation by operation.
+
+To add a kernel: write a function here that calls its launchers as the operation does, and name it in OPERATIONS.
+Nothing runs: compiled.py stands in for the GPU, so every `kernel[grid](...)` in reach is compiled exactly as Triton
+would specialise that launch (dtypes, 16-byte alignment, integers divisible by 16 or equal to 1, tile constants, warps,
+stages), and its row appears in docs/hopper.md, which `python -m bench.hopper` writes anew (`python -m bench.hopper
+head_rows` only prints that operation's rows). Tensors may lie on `meta`, which costs no memory, or on the CPU where the
+launcher reads values; launchers must take the tile sizes they would take on a GPU. Call each launcher once per compiled
+variant that training uses: bfloat16, and float32 where it serves that.
+
+A kernel whose stack is not 0 (registers spilled) needs its reason in STACK.
+"""
+
+from __future__ import annotations
+
+import torch
+
+HIDDEN, VOCABULARY = 2560, 151936  # H, V
+HEADS, KV_HEADS, HEAD_SIZE = 32, 8, 128  # Hq, Hkv, D
+TOKENS = 8192  # T of a packed batch; only its divisibility matters to a compiled kernel
+
+# kernel's name -> why up to 64 bytes of stack are right there
+STACK: dict[str, str] = {}
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def head_rows() -> None:
+    """Row kernels of linear_logprob and linear_policy_loss, on one tile of the head."""
+    from spiral_kernels.linear_logprob import tiled, triton_rows
+
+    columns = tiled.TILE_ELEMENTS["cuda"] // tiled.TILE_ROWS["cuda"]
+    logits, vector, targets = meta(16, columns), meta(16), meta(16, dtype=torch.int64)
+    for weighted in (None, vector):
+        triton_rows.accumulate(logits, columns, targets, vector, tiled.RowSums(vector, vector, weighted))
+    for dtype in (torch.float32, torch.bfloat16):
+        triton_rows.gradient(logits, columns, targets, *[vector] * 5, dtype)
+
+
+OPERATIONS = (head_rows,)
