@@ -39,4 +39,25 @@ def head_rows() -> None:
         triton_rows.gradient(logits, columns, targets, *[vector] * 5, dtype)
 
 
-OPERATIONS = (head_rows,)
+def policy_loss() -> None:
+    """The default, everything at once token by token and by sequence, and a batch of one sequence in float64."""
+    from spiral_kernels.policy_loss import packed
+    from spiral_kernels.policy_loss.triton import policy_loss
+
+    inf = float("inf")
+    no_masks, masks = packed.Masks(0.0, inf, 0.0, inf, inf), packed.Masks(0.5, 2.0, 0.5, 2.0, 0.1)
+    for sequences, loss, all_policies, dtype in (
+        (256, "importance_sampling", False, torch.float32),
+        (256, "ppo_clip", True, torch.float32),
+        (256, "gspo", True, torch.float32),
+        (1, "importance_sampling", False, torch.float64),
+    ):
+        tokens, credit = meta(TOKENS, dtype=dtype), meta(sequences, dtype=dtype)
+        old, ref = (tokens, tokens) if all_policies else (None, None)
+        settings = packed.Settings(loss, 0.8, 1.2, 3.0, 2.0, 0.1, "k3")
+        cu_seqlens = meta(sequences + 1, dtype=torch.int64)
+        of_loss = settings, masks if all_policies else no_masks
+        policy_loss(tokens, tokens, credit, cu_seqlens, old, ref, tokens, *of_loss, True)
+
+
+OPERATIONS = (head_rows, policy_loss)

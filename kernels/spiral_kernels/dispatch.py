@@ -7,6 +7,7 @@ or with `force_backend`. A forced backend that cannot serve raises BackendError 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 from collections.abc import Callable
 
@@ -92,6 +93,15 @@ def native_unavailable() -> str | None:
     except ImportError as error:
         return f"spiral_kernels._native does not load: {error}"
     return None
+
+
+def triton_unavailable(device: torch.device) -> str | None:
+    """Why Triton kernels cannot run on this device; None if they can: on CUDA, or interpreted on a CPU."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (it comes with CUDA builds of torch)"
+    if device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
+        return None
+    return f"it runs on CUDA only, the tensors are on {device}"
 
 
 def _backends_of(operation: str) -> dict[str, WhyNot]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spiral_kernels.dispatch import choose_backend, register_backends
+from spiral_kernels.dispatch import choose_backend, register_backends, triton_unavailable
 from spiral_kernels.policy_loss import packed, reference
 from spiral_kernels.policy_loss.losses import TOKEN_LOSSES, settings_of
 from spiral_kernels.policy_loss.reductions import check_cu_seqlens, token_weights
@@ -92,7 +92,7 @@ def policy_loss(
     not finite shows in the loss; a ratio that overflows on its clipped side has gradient 0.
 
     Raises ValueError on shapes, dtypes, devices or settings that do not fit, BackendError if a forced backend cannot
-    serve. Waits for the device once, to check cu_seqlens. Deterministic on CPU; on CUDA sums over tokens follow
+    serve. Waits for the device once, to check cu_seqlens. Deterministic; the backend `torch` on CUDA only under
     torch.use_deterministic_algorithms. A compiled function can hold it; the gradient has no gradient of its own.
     """
     settings = settings_of(
@@ -194,7 +194,10 @@ def _forward(
     with_gradient,
 ):
     check_cu_seqlens("policy_loss", cu_seqlens, logp.shape[0])
-    return packed.policy_loss(
+    run = packed.policy_loss
+    if choose_backend("policy_loss", logp.device, logp.dtype) == "triton":
+        from spiral_kernels.policy_loss.triton import policy_loss as run
+    return run(
         logp,
         rollout_logp,
         advantages,
@@ -228,4 +231,11 @@ def _autograd(ctx, grad_loss, *_):
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)
 
-register_backends("policy_loss", {"torch": lambda device, dtype: None, "reference": lambda device, dtype: None})
+register_backends(
+    "policy_loss",
+    {
+        "triton": lambda device, dtype: triton_unavailable(device),
+        "torch": lambda device, dtype: None,
+        "reference": lambda device, dtype: None,
+    },
+)
