@@ -12,12 +12,10 @@ from torch import Tensor
 from spiral_kernels.dispatch import choose_backend, register_backends
 from spiral_kernels.linear_logprob import triton_why_not
 from spiral_kernels.prefix_tree import PrefixTree
-from spiral_kernels.tree_attention.plan import TreePlan
+from spiral_kernels.tree_attention.plan import DTYPES, TreePlan
 from spiral_kernels.tree_attention.reference import accumulation_dtype
 
 __all__ = ["TreePlan", "tree_attention"]
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 # Each module has forward(q, k, v, plan, scale) -> (out, lse) and backward(d_out, q, k, v, out, lse, plan, scale) ->
 # (dq, dk, dv), shapes as in reference.py, without autograd. Arguments have stride 1 in D and any other strides; results
@@ -25,7 +23,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 # not depend on rows that it does not see.
 BACKENDS = {
     "triton": "spiral_kernels.tree_attention.triton_kernels",
-    "torch": "spiral_kernels.tree_attention.reference",
+    "torch": "spiral_kernels.tree_attention.query_blocks",
+    "cascade": "spiral_kernels.tree_attention.cascade",
+    "reference": "spiral_kernels.tree_attention.reference",
 }
 
 
@@ -49,6 +49,8 @@ def tree_attention(
     plan = tree if isinstance(tree, TreePlan) else TreePlan.of(tree, q.device)
     _check(q, k, v, plan)
     backend = choose_backend("tree_attention", q.device, q.dtype)
+    if len(q) and ((backend == "triton" and not plan.tiles) or (backend == "cascade" and not plan.levels.tensors)):
+        raise ValueError(f"tree_attention: the plan was made when backend {backend!r} would not serve; make it again")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     out, _ = torch.ops.spiral_kernels.tree_attention(q, k, v, plan.tensors, scale, backend)
     return out
@@ -143,10 +145,24 @@ def _unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _torch_why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    return None if device.type == "cpu" else f"it runs on CPU only, the tensors are on {device}"
+
+
+def _cascade_why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        return f"it runs on CUDA and CPU, the tensors are on {device}"
+    return None if dtype == torch.bfloat16 else f"flash attention on CUDA takes bfloat16, not {dtype}"
+
+
 register_backends(
     "tree_attention",
     {
         "triton": triton_why_not,
-        "torch": lambda device, dtype: None,
+        "torch": _torch_why_not,
+        "cascade": _cascade_why_not,
+        "reference": lambda device, dtype: None,
     },
 )

@@ -8,20 +8,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from spiral_kernels.dispatch import BackendError, choose_backend
 from spiral_kernels.prefix_tree import PrefixTree
+from spiral_kernels.tree_attention.levels import NO_LEVELS, Levels, levels_of
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 NODE_ARRAYS = ("start", "end", "parent", "subtree_end")
 
 
 class TreePlan(NamedTuple):
-    """T rows in M nodes, depth-first. Query row q sees key row k if and only if k <= q < visible_until[k]."""
+    """T rows in M nodes, depth-first. Query row q sees key row k if and only if k <= q < visible_until[k].
+
+    `tiles` and `levels` hold something only for the backends that would serve on the device when the plan was made.
+    """
 
     start: Tensor  # (M,) int64 on CPU, as in PrefixTree; so the next three
     end: Tensor
     parent: Tensor
     subtree_end: Tensor
     visible_until: Tensor  # (T,) int32 on the plan's device: subtree_end of the row's node
-    tiles: tuple[Tensor, ...]  # on the plan's device: triton_tiles.plan_tiles(*nodes); () where Triton does not run
+    tiles: tuple[Tensor, ...]  # on the plan's device: triton_tiles.plan_tiles(*nodes); else ()
+    levels: Levels  # for the cascade; else none
 
     @classmethod
     def of(cls, tree: PrefixTree | TreePlan | Sequence, device: str | torch.device = "cpu") -> TreePlan:
@@ -36,27 +43,38 @@ class TreePlan(NamedTuple):
         _check(*(array.tolist() for array in nodes))
         start, end, _, subtree_end = nodes
         visible_until = torch.repeat_interleave(subtree_end, end - start).to(device, torch.int32)
-        return cls(*nodes, visible_until, tuple(tensor.to(device) for tensor in _tiles(nodes, device)))
+        backends = _backends(device)
+        tiles: tuple[Tensor, ...] = ()
+        if "triton" in backends:
+            from spiral_kernels.tree_attention.triton_tiles import plan_tiles
+
+            tiles = tuple(tensor.to(device) for tensor in plan_tiles(*nodes))
+        levels = levels_of(*nodes, device) if "cascade" in backends else NO_LEVELS
+        return cls(*nodes, visible_until, tiles, levels)
 
     @classmethod
     def from_tensors(cls, tensors: Sequence[Tensor]) -> TreePlan:
         """Inverse of `tensors`."""
-        return cls(*tensors[:5], tuple(tensors[5:]))
+        n_fixed = 6
+        tiles_begin = n_fixed + 4 * len(tensors[5])
+        levels = Levels(tensors[5], tuple(tensors[n_fixed:tiles_begin]))
+        return cls(*tensors[:5], tuple(tensors[tiles_begin:]), levels)
 
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors in one flat list, as the operators take them."""
-        return [*self[:5], *self.tiles]
+        return [*self[:5], self.levels.longest, *self.levels.tensors, *self.tiles]
 
 
-def _tiles(nodes: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
-    from spiral_kernels.tree_attention import triton_why_not
-
-    if triton_why_not(device, torch.float32) is not None:
-        return ()
-    from spiral_kernels.tree_attention.triton_tiles import plan_tiles
-
-    return plan_tiles(*nodes)
+def _backends(device: torch.device) -> set[str]:
+    """Backends of tree_attention that would serve on the device now."""
+    backends = set()
+    for dtype in DTYPES:
+        try:
+            backends.add(choose_backend("tree_attention", device, dtype))
+        except BackendError:  # a forced backend that cannot serve this dtype: the call will say so
+            continue
+    return backends
 
 
 def _nodes(arrays: Sequence) -> list[Tensor]:
