@@ -205,7 +205,15 @@ class LearnerConfig(Section):
     weight_decay: NonNegativeFloat = Field(0.0, description="of AdamW")
     warmup_steps: NonNegativeInt = Field(0, description="steps of linear warm-up, then constant")
     clip_norm: PositiveFloat | None = Field(None, description="gradient norm limit; none = off")
-    micro_batch_tokens: PositiveInt = Field(16384, description="tokens of one forward and backward")
+    micro_batch_tokens: PositiveInt = Field(16384, description="tokens computed in one forward and backward")
+    sharing: Literal["tree", "set", "none"] = Field(
+        "tree",
+        description="tokens after the same prefix are computed once: tree = all, set = the prompt of rows that have the "
+        "same one, none = every row alone; the gradient is the same",
+    )
+    self_check: bool = Field(
+        True, description="compute the first micro-batch also with sharing none; stop if the gradients differ"
+    )
     loss: Literal["importance_sampling"] = Field(
         "importance_sampling", description="-sum over tokens of exp(logp - rollout logp) credit"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,11 +14,16 @@ import torch
 from spiral_fast.config import Config
 from spiral_fast.interrupts import interrupts_held
 from spiral_fast.learner import checkpoint, fsdp
+from spiral_fast.learner.cost import cost_of
 from spiral_fast.learner.model import LoadedModel
 from spiral_fast.learner.packed import Packed, pack
-from spiral_fast.learner.policy import Policy
+from spiral_fast.learner.policy import Policy, TokenLoss
 from spiral_fast.learner.rows import Row, check_rows, micro_batches, not_finite
+from spiral_fast.learner.self_check import check_against_flat
+from spiral_fast.learner.sharing import cut, paths_of
+from spiral_fast.learner.trees import pack_tree
 from spiral_fast.trace import SEARCH
+from spiral_kernels import LinearPolicyLoss
 
 __all__ = ["Learner", "Row", "StepStats"]
 
@@ -56,7 +61,7 @@ class Learner:
 
     loss = sum over rows and their tokens t of weight * (-exp(lp_t - rollout_logp_t) * credit), lp_t at the sampling
     temperature (paper, Algorithm 1, with token-level importance weights). Weights are of the whole batch, so the step
-    does not depend on how it is cut into micro-batches.
+    does not depend on how it is cut into micro-batches, nor on which rows share the computation of a common prefix.
     """
 
     def __init__(self, config: Config, loaded: LoadedModel):
@@ -67,6 +72,8 @@ class Learner:
         self.optimiser_steps = 0  # of `step`; the warm-up counts them
         self.policy = Policy(loaded.model)
         self.device = loaded.model.device
+        self.cost = cost_of(loaded.model)
+        self._check_due = self.config.self_check and self.config.sharing != "none"
         if self.config.checkpointing:
             self.policy.checkpoint_layers()
         if self.config.fsdp:
@@ -84,7 +91,7 @@ class Learner:
         update will be skipped, and the gradient is gone."""
         stats = StepStats(policy_version=self.policy_version, rows=len(rows), learning_rate=self._learning_rate())
         stats.tokens_logical = sum(len(row.prompt) + len(row.tokens) for row in rows)
-        live = [index for index, row in enumerate(rows) if row.credit != 0.0]
+        live = [index for index, row in enumerate(rows) if row.credit * row.weight != 0.0]
         check_rows(rows, live, self.max_context, ratio=True)
         self.optimiser.zero_grad()
         if bad := not_finite(rows):  # of dead rows too: such an engine is not to be trusted
@@ -127,8 +134,7 @@ class Learner:
         """(len(tokens),) log-probs of each row's sampled tokens at the sampling temperature, dead rows included."""
         check_rows(rows, range(len(rows)), self.max_context, ratio=False)
         out: list[np.ndarray] = [np.empty(0)] * len(rows)
-        for part in micro_batches(rows, self.config.micro_batch_tokens):
-            packed = self._pack([rows[i] for i in part])
+        for part, packed in self._micro_batches(rows):
             logp = self.policy(packed, self.temperature).logp
             for index, values in zip(part, logp.split(packed.counts), strict=True):
                 out[index] = values.cpu().numpy()
@@ -143,8 +149,8 @@ class Learner:
         self._supervised_optimiser.zero_grad()
         n_tokens = sum(len(row.tokens) for row in rows)
         total = 0.0
-        for part in micro_batches(rows, self.config.micro_batch_tokens):
-            loss = -self.policy(self._pack([rows[i] for i in part]), 1.0).logp.sum() / n_tokens
+        for _, packed in self._micro_batches(rows):
+            loss = -self.policy(packed, 1.0).logp.sum() / n_tokens
             loss.backward()
             total += loss.item()
         for name, value in (("cross-entropy", total), ("gradient norm", _norm(self.gradient()))):
@@ -168,23 +174,44 @@ class Learner:
 
     def _backward(self, rows: Sequence[Row], indices: list[int], record: _Record) -> None:
         """Add the gradient of the loss of rows[indices] to the adapter's."""
-        for part in micro_batches([rows[i] for i in indices], self.config.micro_batch_tokens):
+        for part, packed in self._micro_batches([rows[i] for i in indices]):
             part = [indices[i] for i in part]
             batch = [rows[i] for i in part]
-            packed = self._pack(batch)
-            out = self.policy(packed, self.temperature, return_entropy=True)
-            factors = _per_token([row.weight * row.credit for row in batch], packed, out.logp)
-            rollout_logp = torch.from_numpy(np.concatenate([row.rollout_logp for row in batch])).to(out.logp)
-            log_ratio = out.logp - rollout_logp
-            losses = log_ratio.exp() * factors
-            loss = -losses.sum()
-            loss.backward()
+            out, token_loss = self.loss_and_gradient(batch, packed)
+            if self._check_due:  # the first of all: the gradient is this micro-batch's alone
+                self._check_due = False
+                check_against_flat(self, batch, out.logp)
             levels = _per_token([row.level for row in batch], packed, packed.targets)
             row_of = _per_token(part, packed, packed.targets)
-            record.add(packed, *(x.detach() for x in (loss, losses, log_ratio, out.entropy)), levels, row_of)
+            record.add(packed, out, token_loss, levels, row_of)
 
-    def _pack(self, rows: Sequence[Row]) -> Packed:
-        return pack([(row.prompt, row.tokens) for row in rows], self.device)
+    def loss_and_gradient(self, batch: Sequence[Row], packed: Packed) -> tuple[LinearPolicyLoss, TokenLoss]:
+        """Adds the gradient of one micro-batch, packed from `batch`; its loss and log-probs, cut off from the graph."""
+        rollout_logp = torch.from_numpy(np.concatenate([row.rollout_logp for row in batch])).to(self.device)
+        credit, weight = (
+            _per_token([getattr(row, name) for row in batch], packed, rollout_logp.double())
+            for name in ("credit", "weight")
+        )
+        token_loss = TokenLoss(credit, rollout_logp, weight)
+        out = self.policy(packed, self.temperature, token_loss)
+        out.loss.backward()
+        return out._replace(loss=out.loss.detach()), token_loss
+
+    def _micro_batches(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], Packed]]:
+        """Indices of the rows of each micro-batch, and these rows packed in that order."""
+        if not rows:
+            return
+        if self.config.sharing == "none":
+            yield from self.flat_micro_batches(rows)
+            return
+        paths = paths_of(rows, self.config.sharing)
+        for part in cut(rows, paths, self.config.micro_batch_tokens, self.cost):
+            yield part, pack_tree(rows, paths, part, self.device)
+
+    def flat_micro_batches(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], Packed]]:
+        """The same with every row alone: what `learner.sharing: none` computes."""
+        for part in micro_batches(rows, self.config.micro_batch_tokens):
+            yield part, pack([(rows[i].prompt, rows[i].tokens) for i in part], self.device)
 
     def gradient(self) -> torch.Tensor:
         """The adapter's gradient as one flat vector (a copy); a parameter without one counts as zero."""
@@ -233,12 +260,13 @@ class _Record:
         self.levels: list[torch.Tensor] = []
         self.rows: list[torch.Tensor] = []  # index of the row a token belongs to
 
-    def add(self, packed, loss, losses, log_ratio, entropy, levels, rows) -> None:
+    def add(self, packed, out: LinearPolicyLoss, loss: TokenLoss, levels, rows) -> None:
+        log_ratio = out.logp - loss.rollout_logp
         self.tokens_computed += packed.tokens.numel()
-        self.loss.append(loss)
-        self.losses.append(losses)
+        self.loss.append(out.loss)
+        self.losses.append(log_ratio.exp() * loss.credit * loss.weight)
         self.log_ratios.append(log_ratio)
-        self.entropies.append(entropy)
+        self.entropies.append(out.entropy)
         self.levels.append(levels)
         self.rows.append(rows)
 

@@ -14,6 +14,8 @@ from itertools import groupby
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from spiral_fast.attention import Attend
+
 try:
     from torch.nn.attention.varlen import varlen_attn
 
@@ -69,8 +71,8 @@ class Packed:
     """Documents prompt + sampled tokens, packed. A document's last token predicts nothing and is left out."""
 
     tokens: torch.Tensor  # (1, T) int64
-    positions: torch.Tensor  # (1, T) int64, restarting at 0 in each document
-    attend: DocumentAttention
+    positions: torch.Tensor  # (1, T) int64: how many tokens come before it in its document
+    attend: Attend
     targets: torch.Tensor  # (R,) int64 sampled tokens, document after document
     row_index: torch.Tensor  # (R,) int64: the token of the packed batch whose hidden state predicts targets[r]
     counts: list[int]  # (N,) sampled tokens of each document; R = sum(counts)

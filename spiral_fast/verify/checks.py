@@ -14,6 +14,7 @@ from spiral_fast.verify.memory import memory_for_the_largest_step, memory_of
 from spiral_fast.verify.result import Result, not_applicable
 from spiral_fast.verify.round_trip import rewards_round_trip
 from spiral_fast.verify.sharded import fsdp_is_plain
+from spiral_fast.verify.sharing import sharing_changes_nothing
 from spiral_fast.verify.split import split_changes_nothing
 from spiral_fast.verify.subject import Subject
 
@@ -40,9 +41,11 @@ def in_float32(check: Check) -> Check:
 CHECKS: dict[str, Check] = {  # those in float32 and that of FSDP first: the last one shards the model for good
     "engine = learner in float32": in_float32(engine_is_learner),
     "cached = cold in float32": in_float32(cached_is_cold),
+    "sharing invariance in float32": in_float32(sharing_changes_nothing),
     "FSDP = plain": fsdp_is_plain,
     "engine = learner": engine_is_learner,
     "cached = cold": cached_is_cold,
+    "sharing invariance": sharing_changes_nothing,
     "split invariance": split_changes_nothing,
     "reward round trip": rewards_round_trip,
     "memory, largest step": memory_for_the_largest_step,

@@ -58,20 +58,26 @@ def memory_of(device: torch.device) -> int:
 
 
 def _rows(subject: Subject, longest: int, budget: int) -> list[Row]:
-    """One aggregation row of `longest` tokens, and equal search rows that together have `budget` tokens."""
+    """One aggregation row of `longest` tokens, and search rows that together have `budget` tokens."""
     rollout, worst = subject.config.rollout, subject.worst
     longest, budget = max(2, longest), max(2, budget)
     of_search = min(worst.search_prompt + rollout.search_max_new_tokens, budget)
     return [
-        _row(subject, longest, min(rollout.aggregation_max_new_tokens, longest - 1), AGGREGATION),
-        *[_row(subject, of_search, min(rollout.search_max_new_tokens, of_search - 1), SEARCH)] * (budget // of_search),
+        _row(subject, longest, min(rollout.aggregation_max_new_tokens, longest - 1), AGGREGATION, 0),
+        *(
+            _row(subject, of_search, min(rollout.search_max_new_tokens, of_search - 1), SEARCH, index)
+            for index in range(budget // of_search)
+        ),
     ]
 
 
-def _row(subject: Subject, length: int, n_sampled: int, level: int) -> Row:
+def _row(subject: Subject, length: int, n_sampled: int, level: int, first: int) -> Row:
+    """Its first token is number `first` of the vocabulary: rows that share nothing fill a micro-batch soonest."""
+    vocabulary = subject.loaded.causal_lm.config.vocab_size
     tokens = (subject.traces[0].prompt * (length // len(subject.traces[0].prompt) + 1))[:length]
+    tokens[0] = first % vocabulary
     prompt, sampled = tokens[: length - n_sampled], tokens[length - n_sampled :]
-    logp = np.full(n_sampled, -np.log(subject.loaded.causal_lm.config.vocab_size), np.float32)
+    logp = np.full(n_sampled, -np.log(vocabulary), np.float32)
     return Row(prompt, sampled, logp, 1.0, 1e-6, level)
 
 

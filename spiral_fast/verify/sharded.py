@@ -14,7 +14,8 @@ def fsdp_is_plain(subject: Subject) -> Result:
         return not_applicable("learner.fsdp is false")
     rows, budget = subject.gradient_rows(), subject.config.learner.micro_batch_tokens
     plain = subject.gradient(rows, budget)
-    subject.learner = Learner(subject.config, subject.loaded)
+    settings = subject.config.learner.model_copy(update={"self_check": False})
+    subject.learner = Learner(subject.config.model_copy(update={"learner": settings}), subject.loaded)
     sharded = subject.gradient(rows, budget)
     subject.sample_traces()
     return compare(sharded, plain, subject.dtype, f"{len(rows)} rows, world size 1")

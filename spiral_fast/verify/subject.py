@@ -32,10 +32,11 @@ class Subject:
     def __init__(self, config: Config, parts: SetUp):
         self.config = config
         self.problems, self.loaded, self.prompts, self.worst = parts.problems, parts.loaded, parts.prompts, parts.worst
-        plain = config.learner.model_copy(update={"fsdp": False, "checkpointing": False})
-        self.learner = Learner(
-            config.model_copy(update={"learner": plain}) if config.learner.fsdp else config, parts.loaded
-        )
+        changes = {"self_check": False}  # it is a check of its own here
+        if config.learner.fsdp:
+            changes |= {"fsdp": False, "checkpointing": False}
+        plain = config.learner.model_copy(update=changes)
+        self.learner = Learner(config.model_copy(update={"learner": plain}), parts.loaded)
         order = Draws(len(self.problems.train), config.seed, config.problems.shuffle)
         self.drawn: list[tuple[int, Problem]] = [
             (draw, self.problems.train[order[draw]]) for draw in range(min(MAX_PROBLEMS, len(self.problems.train)))
@@ -107,11 +108,13 @@ class Subject:
             kept.append(trace)
         return self.rows(kept)
 
-    def gradient(self, rows: Sequence[Row], micro_batch_tokens: int) -> torch.Tensor:
-        """The adapter's gradient before clipping, flat, float64. Raises FloatingPointError when there is none."""
+    def gradient(self, rows: Sequence[Row], micro_batch_tokens: int, **changes) -> torch.Tensor:
+        """The adapter's gradient before clipping, flat, float64, with `changes` to the learner's config. Raises
+        FloatingPointError when there is none."""
         learner = self.learner
         settings = learner.config
-        learner.config = settings.model_copy(update={"micro_batch_tokens": micro_batch_tokens, "clip_norm": None})
+        changes |= {"micro_batch_tokens": micro_batch_tokens, "clip_norm": None}
+        learner.config = settings.model_copy(update=changes)
         try:
             stats = learner.accumulate(rows)
         finally:

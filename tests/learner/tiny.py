@@ -68,9 +68,9 @@ def _plain_attention(module, query, key, value, attention_mask, scaling=None, **
 AttentionInterface.register("plain", _plain_attention)
 
 
-def plain_peft(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> PeftModel:
+def plain_peft(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, **changes) -> PeftModel:
     """peft's own layers, one whole sequence at a time: the truth."""
-    base = base_model(family, dtype, seed)
+    base = base_model(family, dtype, seed, **changes)
     base.set_attn_implementation("plain")
     lora = LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(base, lora, autocast_adapter_dtype=False).eval()

@@ -19,6 +19,7 @@ from spiral_fast import verify_command
 from spiral_fast.commands import app
 from spiral_fast.config import Config, load_config
 from spiral_fast.learner import learner as learner_module
+from spiral_fast.learner.trees import TreeAttention
 from spiral_fast.rollout.make_engine import make_engine
 from spiral_fast.rollout.radix.engine import RadixEngine
 from spiral_fast.set_up import set_up
@@ -37,7 +38,7 @@ SMALL = [
     "threads=1",
 ]
 BF16 = "model.dtype=bfloat16"
-IN_FLOAT32 = {"engine = learner in float32", "cached = cold in float32"}
+IN_FLOAT32 = {name for name in CHECKS if name.endswith("in float32")}
 
 
 def small(*overrides: str) -> Config:
@@ -160,6 +161,17 @@ def test_a_loss_that_is_a_mean_over_the_micro_batch(monkeypatch):
             assert failed(broken) == {"split invariance"}
 
 
+def test_a_tree_that_attends_wrongly(monkeypatch):
+    for overrides, name in (((), "sharing invariance"), ((BF16,), "sharing invariance in float32")):
+        broken = subject(*overrides)
+        with monkeypatch.context() as patch:
+            attend = TreeAttention.attend
+            patch.setattr(
+                TreeAttention, "attend", lambda self, layer, q, *rest, f=attend: f(self, layer, 1.05 * q, *rest)
+            )
+            assert name in failed(broken)
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -258,7 +270,7 @@ def test_the_command_prints_a_table_and_writes_the_figures_alone(tmp_path, monke
     monkeypatch.setenv("COLUMNS", "200")
     done = CliRunner().invoke(app, ["verify", str(config), *SMALL[1:], "--json", "out/figures.json"])
     assert done.exit_code == 0, done.output
-    assert "engine = learner" in done.output and "pass" in done.output and "0 of 8 checks failed" in done.output
+    assert "engine = learner" in done.output and "pass" in done.output and "0 of 10 checks failed" in done.output
     assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")) == ["out", "out/figures.json", "run.yaml"]
     figures = json.loads((tmp_path / "out" / "figures.json").read_text())
     assert [check["check"] for check in figures["checks"]] == list(CHECKS)
@@ -268,7 +280,7 @@ def test_the_command_prints_a_table_and_writes_the_figures_alone(tmp_path, monke
 def test_a_failed_check_is_exit_code_1_and_a_wrong_config_2(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "memory_of", lambda device: 1_000_000)
     done = CliRunner().invoke(app, ["verify", "configs/demo.yaml", *SMALL])
-    assert done.exit_code == 1 and "1 of 8 checks failed" in done.output
+    assert done.exit_code == 1 and "1 of 10 checks failed" in done.output
     done = CliRunner().invoke(app, ["verify", "configs/demo.yaml", "learner.stepz=1"])
     assert done.exit_code == 2 and "learner.stepz" in done.output
 

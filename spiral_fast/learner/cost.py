@@ -1,0 +1,38 @@
+"""FLOPs of a forward and backward, to balance micro-batches and to say what sharing saves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from peft import PeftModel
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A multiplication and an addition are two FLOPs. Only matrix products count: of a frozen layer the forward and the
+    gradient of its input, of attention also both gradients; what checkpointing computes again does not count."""
+
+    per_token: float  # decoder layers
+    per_pair: float  # attention, per (query, key) pair of all layers and heads
+    per_row: float  # head, per sampled token
+
+    def flops(self, tokens: int, pairs: int, rows: int) -> float:
+        return self.per_token * tokens + self.per_pair * pairs + self.per_row * rows
+
+
+def cost_of(model: PeftModel) -> Cost:
+    causal_lm = model.get_base_model()
+    config = causal_lm.config
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    layers = causal_lm.get_decoder().layers
+    numbers = {True: 0, False: 0}  # of the layers' matrices, trained or frozen
+    for module in layers.modules():
+        if isinstance(module, nn.Linear):
+            numbers[module.weight.requires_grad] += module.weight.numel()
+    return Cost(
+        per_token=6.0 * numbers[True] + 4.0 * numbers[False],
+        per_pair=12.0 * heads * size * len(layers),
+        per_row=4.0 * causal_lm.get_output_embeddings().weight.numel(),
+    )

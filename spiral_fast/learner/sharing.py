@@ -1,0 +1,110 @@
+"""Which tokens of a batch are computed once for several rows, and how the rows are cut into micro-batches.
+
+`learner.sharing`: tree = every token after the same prefix (one forest over the batch); set = the prompt of rows with
+the same prompt, that is a problem's search traces, a set's aggregation traces; none = every row alone. The gradient is
+the same; only what is computed twice differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from spiral_fast.learner.cost import Cost
+from spiral_fast.learner.rows import Row
+from spiral_kernels import PrefixTree
+
+# Rows share what follows a branch only if they agree on that many tokens there: chance agreements, such as the first
+# words of all traces after a prompt, would become many short nodes, each of which costs attention a call.
+MIN_SHARED_RUN = 16
+
+
+class Paths(NamedTuple):
+    """The computed tokens of each row, its last one left out: it predicts nothing."""
+
+    ids: list[np.ndarray]  # of row i (L_i,) int64: equal ids are one token after one prefix, computed once
+    token_of: np.ndarray  # (number of ids,) int64: the token with that id
+
+
+def paths_of(rows: Sequence[Row], sharing: str) -> Paths:
+    """Of at least one row. Ids are depth-first: in the order of their last ids, each row shares most with the one
+    before it."""
+    documents = [np.asarray(row.prompt + row.tokens[:-1], np.int64) for row in rows]
+    tokens, offsets = _flat(documents)
+    names = tokens  # what must agree to be shared: the tokens, or names that keep apart what is not to be shared
+    if sharing != "tree":
+        names = np.arange(len(tokens))
+    if sharing == "set":
+        first: dict[bytes, int] = {}
+        for row, document, begin in zip(rows, documents, offsets[:-1], strict=True):
+            n_prompt = len(row.prompt)
+            begin_of_first = first.setdefault(document[:n_prompt].tobytes(), begin)
+            names[begin : begin + n_prompt] = names[begin_of_first : begin_of_first + n_prompt]
+    run = MIN_SHARED_RUN if sharing == "tree" else 1
+    tree = PrefixTree.build(names, offsets, np.zeros(len(names), bool), min_shared_run=run)
+    ids = tree.trace_rows.numpy()
+    token_of = np.empty(tree.computed_tokens, np.int64)
+    token_of[ids] = tokens
+    return Paths(np.split(ids, offsets[1:-1]), token_of)
+
+
+def tree_of(paths: Paths, part: Sequence[int]) -> PrefixTree:
+    """The prefix tree of the rows in `part`, with exactly the sharing of `paths`; trace i is row part[i]."""
+    ids, offsets = _flat([paths.ids[i] for i in part])
+    tree = PrefixTree.build(ids, offsets, np.zeros(len(ids), bool))
+    return tree._replace(tokens=tree.tokens.new_tensor(paths.token_of[tree.tokens.numpy()]))
+
+
+def cut(rows: Sequence[Row], paths: Paths, token_budget: int, cost: Cost) -> list[list[int]]:
+    """Indices of the rows (at least one) in parts, depth-first, each of at most `token_budget` computed tokens; a longer
+    row is a part of its own.
+
+    Of all cuts of that order: the one that computes the fewest tokens, then of the fewest parts, then of the most even
+    FLOPs.
+    """
+    order = sorted(range(len(rows)), key=lambda i: (paths.ids[i][-1], i))
+    length = [len(paths.ids[i]) for i in order]
+    shared = [0] + [_agreeing(paths.ids[a], paths.ids[b]) for a, b in pairwise(order)]
+    sampled = [len(rows[i].tokens) for i in order]
+    flops = [cost.flops(n - s, _pairs(n) - _pairs(s), r) for n, s, r in zip(length, shared, sampled, strict=True)]
+    # best[j], of the rows before j: (tokens computed twice, parts, sum of squared FLOPs), and where the last part begins
+    best: list[tuple[tuple[float, int, float], int]] = [((0, 0, 0.0), 0)]
+    for j in range(1, len(order) + 1):
+        tokens, work, choices = 0, 0.0, []
+        for i in range(j - 1, -1, -1):  # the last part is order[i:j]; its first row computes what it shared, too
+            if tokens > token_budget:
+                break
+            if tokens + length[i] <= token_budget or i == j - 1:
+                repeated, parts, squares = best[i][0]
+                squares += (work + flops[i] + cost.flops(shared[i], _pairs(shared[i]), 0)) ** 2
+                choices.append(((repeated + shared[i], parts + 1, squares), i))
+            tokens += length[i] - shared[i]
+            work += flops[i]
+        best.append(min(choices))
+    parts, end = [], len(order)
+    while end:
+        begin = best[end][1]
+        parts.append(order[begin:end])
+        end = begin
+    return parts[::-1]
+
+
+def _flat(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The arrays end to end (N,), and where each begins (n + 1,)."""
+    lengths = [0, *map(len, arrays)]
+    return np.concatenate([np.zeros(0, np.int64), *arrays]), np.cumsum(lengths)
+
+
+def _agreeing(a: np.ndarray, b: np.ndarray) -> int:
+    """How many leading entries agree."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if len(differ) else n
+
+
+def _pairs(length: int) -> int:
+    """(query, key) pairs of causal attention over so many tokens."""
+    return length * (length + 1) // 2
