@@ -1,0 +1,437 @@
+"""spiral_kernels.tree_attention: every backend against float64, forward and gradient, on trees of every shape."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from spiral_kernels import (
+    BackendError,
+    PrefixTree,
+    TreePlan,
+    available_backends,
+    force_backend,
+    tree_attention,
+)
+from spiral_kernels.tree_attention import cascade, levels, reference
+
+BACKENDS = available_backends("tree_attention")
+HEADS = ((4, 2), (3, 3), (6, 1))
+
+
+@pytest.fixture(params=[pytest.param(b, marks=pytest.mark.skipif(bool(w), reason=str(w))) for b, w in BACKENDS.items()])
+def backend(request):
+    """Each backend in turn, forced."""
+    force_backend(request.param, "tree_attention")
+    yield request.param
+    force_backend(None, "tree_attention")
+
+
+def need_dtype(backend: str, dtype: torch.dtype) -> None:
+    why_not = available_backends("tree_attention", "cpu", dtype)[backend]
+    if why_not:
+        pytest.skip(why_not)
+
+
+def tree_of(parents: list[int], lengths: list[int]) -> tuple[torch.Tensor, ...]:
+    """(start, end, parent, subtree_end) of depth-first nodes."""
+    end = torch.tensor(lengths).cumsum(0)
+    subtree_end = end.clone()
+    for node in reversed(range(len(parents))):
+        if parents[node] >= 0:
+            subtree_end[parents[node]] = max(subtree_end[parents[node]], subtree_end[node])
+    return end - torch.tensor(lengths), end, torch.tensor(parents), subtree_end
+
+
+TREES = {
+    "one row": ([-1], [1]),
+    "one chain": ([-1], [129]),
+    "two levels": ([-1, 0, 0, 2, 2, 0], [40, 30, 17, 64, 1, 65]),
+    "forest": ([-1, 0, 0, -1, -1, 4], [20, 3, 5, 30, 1, 128]),
+    "chain of single rows": (list(range(-1, 139)), [1] * 140),
+    "many short children": ([-1] + [0] * 60, [70] + [2] * 60),
+    "branches at every row": ([-1, *(p for i in range(60) for p in (2 * i, 2 * i))], [1] * 121),
+}
+LENGTHS = {f"length {n}": ([-1, 0, 0], [n, n, 1]) for n in (1, 2, 127, 128, 129)}
+
+
+def inputs(n_rows: int, heads=(4, 2), d: int = 16, dtype=torch.float64, seed: int = 0):
+    """q, k, v that want gradients, and d_out."""
+    random = torch.Generator().manual_seed(seed)
+    shapes = [(n_rows, h, d) for h in (heads[0], heads[1], heads[1], heads[0])]
+    *qkv, d_out = (torch.randn(shape, generator=random, dtype=torch.float64).to(dtype) for shape in shapes)
+    return [x.requires_grad_() for x in qkv], d_out
+
+
+def sees(nodes) -> torch.Tensor:
+    """(T, T) which key each query sees, by walking from its node to the root."""
+    start, end, parent, _ = (array.tolist() for array in nodes)
+    result = torch.zeros(end[-1], end[-1], dtype=torch.bool)
+    for node in range(len(start)):
+        above = node
+        while above >= 0:
+            result[start[node] : end[node], start[above] : end[above]] = True
+            above = parent[above]
+    return result.tril()
+
+
+def plain(q, k, v, mask, scale=None):
+    """Attention in torch's own words; differentiable."""
+    q, k, v = (x.movedim(0, 1)[None] for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)[0].movedim(0, 1)
+
+
+def truth(qkv, d_out, mask, scale=None):
+    """out, dq, dk, dv in float64, by autograd."""
+    wide = [x.detach().double().requires_grad_() for x in qkv]
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        out = plain(*wide, mask, scale)
+    return [out.detach(), *torch.autograd.grad(out, wide, d_out.double())]
+
+
+def ours(qkv, d_out, tree, scale=None):
+    out = tree_attention(*qkv, tree, scale=scale)
+    return [out.detach(), *torch.autograd.grad(out, qkv, d_out)]
+
+
+@pytest.mark.parametrize("name", [*TREES, *LENGTHS])
+def test_float64(backend, name):
+    need_dtype(backend, torch.float64)
+    nodes = tree_of(*(TREES | LENGTHS)[name])
+    qkv, d_out = inputs(int(nodes[1][-1]))
+    for mine, true in zip(ours(qkv, d_out, nodes), truth(qkv, d_out, sees(nodes)), strict=True):
+        torch.testing.assert_close(mine, true, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("name", TREES)
+def test_float32(backend, name, heads):
+    nodes = tree_of(*TREES[name])
+    qkv, d_out = inputs(int(nodes[1][-1]), heads, 64, torch.float32)
+    for mine, true in zip(ours(qkv, d_out, nodes, 0.2), truth(qkv, d_out, sees(nodes), 0.2), strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine.double(), true, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["one chain", "two levels", "many short children"])
+def test_bfloat16_is_as_exact_as_torchs(backend, name):
+    need_dtype(backend, torch.bfloat16)
+    nodes = tree_of(*TREES[name])
+    mask = sees(nodes)
+    qkv, d_out = inputs(len(mask), (9, 3), 64, torch.bfloat16)
+    out = plain(*qkv, mask)
+    torchs = [out.detach(), *torch.autograd.grad(out, qkv, d_out)]
+    for mine, its, true in zip(ours(qkv, d_out, nodes), torchs, truth(qkv, d_out, mask), strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert (mine.double() - true).abs().max() <= (its.double() - true).abs().max() + 1e-3
+
+
+def test_large_scores(backend):
+    """exp would overflow without the row's maximum taken out, and vanish with any other."""
+    nodes = tree_of(*TREES["two levels"])
+    qkv, d_out = inputs(int(nodes[1][-1]), dtype=torch.float32)
+    for offset in (100.0, -100.0):
+        moved = [qkv[0].detach().abs().requires_grad_(), (qkv[1].detach() * 0.1 + offset).requires_grad_(), qkv[2]]
+        for mine, true in zip(ours(moved, d_out, nodes), truth(moved, d_out, sees(nodes)), strict=True):
+            torch.testing.assert_close(mine.double(), true, rtol=2e-3, atol=2e-3)
+
+
+def test_a_chain_is_causal_attention(backend):
+    nodes = tree_of([-1], [200])
+    qkv, d_out = inputs(200, dtype=torch.float32)
+    q, k, v = (x.movedim(0, 1)[None] for x in qkv)
+    causal = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].movedim(0, 1)
+    mine = tree_attention(*qkv, nodes)
+    torch.testing.assert_close(mine, causal, rtol=1e-5, atol=1e-5)
+    for a, b in zip(torch.autograd.grad(mine, qkv, d_out), torch.autograd.grad(causal, qkv, d_out), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_every_trace_has_what_it_has_alone(backend):
+    """Also a trace that is the prefix of another, duplicates, and a trace of one token."""
+    traces = [[1, 2, 3, 4, 5], [1, 2, 3, 9], [1, 2, 3], [1, 2, 3, 4, 5], [7], [7, 7, 7]]
+    tree = PrefixTree.from_segments([[trace] for trace in traces])
+    assert tree.computed_tokens == 9
+    (q, k, v), _ = inputs(9, dtype=torch.float32)
+    out = tree_attention(q, k, v, tree)
+    for rows in tree.trace_rows.split(tree.trace_offsets.diff().tolist()):
+        alone = plain(q[rows], k[rows], v[rows], torch.ones(len(rows), len(rows), dtype=torch.bool).tril())
+        torch.testing.assert_close(out[rows], alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_perturbed_sibling_leaves_the_others_bit_equal(backend, dtype):
+    need_dtype(backend, dtype)
+    nodes = tree_of([-1, 0, 0, 2, 2, 0, -1], [40, 30, 17, 64, 3, 65, 20])
+    (start, end, _, subtree_end), changed = nodes, 2
+    qkv, d_out = inputs(int(end[-1]), dtype=dtype)
+    inside = torch.zeros(int(end[-1]), dtype=torch.bool)
+    inside[start[changed] : subtree_end[changed]] = True
+    moved = [x.detach().clone().index_add_(0, inside.nonzero()[:, 0], x.detach()[inside]) for x in qkv]
+    before, after = ours(qkv, d_out, nodes), ours([x.requires_grad_() for x in moved], d_out, nodes)
+    outside = ~inside
+    assert not torch.equal(before[0][inside], after[0][inside])
+    assert torch.equal(before[0][outside], after[0][outside])
+    assert torch.equal(before[1][outside], after[1][outside])  # dq
+    siblings = outside & (torch.arange(len(outside)) >= end[0])
+    for mine, its in zip(before[2:], after[2:], strict=True):  # the parent's dk, dv change: the sibling reads them
+        assert torch.equal(mine[siblings], its[siblings])
+
+
+def test_permuted_siblings_have_the_same_gradient(backend):
+    lengths = [31, 20, 7, 40]  # a root and its children
+    nodes = tree_of([-1, 0, 0, 0], lengths)
+    permuted = tree_of([-1, 0, 0, 0], [lengths[i] for i in (0, 3, 1, 2)])
+    rows = torch.cat([torch.arange(nodes[0][i], nodes[1][i]) for i in (0, 3, 1, 2)])
+    qkv, d_out = inputs(int(nodes[1][-1]), dtype=torch.float32)
+    there = ours([x.detach()[rows].requires_grad_() for x in qkv], d_out[rows], permuted)
+    for here, moved in zip(ours(qkv, d_out, nodes), there, strict=True):
+        torch.testing.assert_close(here[rows], moved, rtol=1e-5, atol=1e-5)
+
+
+@st.composite
+def tries(draw):
+    traces: list[list[int]] = []
+    for _ in range(draw(st.integers(1, 8))):
+        shared = traces[draw(st.integers(0, len(traces) - 1))] if traces else []
+        fresh = draw(st.lists(st.integers(0, 1), max_size=40))
+        traces.append(shared[: draw(st.integers(0, len(shared)))] + fresh)
+    return PrefixTree.from_segments([[trace] for trace in traces])
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(tree=tries(), heads=st.sampled_from(HEADS))
+def test_random_tries(backend, tree, heads):
+    dtype = (
+        torch.float64 if available_backends("tree_attention", "cpu", torch.float64)[backend] is None else torch.float32
+    )
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-5
+    qkv, d_out = inputs(tree.computed_tokens, heads, 8, dtype)
+    mask = sees(tree[2:6]) if tree.computed_tokens else torch.zeros(0, 0, dtype=torch.bool)
+    for mine, true in zip(ours(qkv, d_out, tree), truth(qkv, d_out, mask), strict=True):
+        torch.testing.assert_close(mine.double(), true, rtol=tolerance, atol=tolerance)
+
+
+def test_no_rows(backend):
+    qkv, d_out = inputs(0, dtype=torch.float32)
+    empty = PrefixTree.from_segments([])
+    out, *gradients = ours(qkv, d_out, empty)
+    assert out.shape == (0, 4, 16) and [g.shape for g in gradients] == [x.shape for x in qkv]
+
+
+def test_two_runs_are_bit_equal(backend):
+    nodes = tree_of(*TREES["two levels"])
+    qkv, d_out = inputs(int(nodes[1][-1]), dtype=torch.float32)
+    for once, again in zip(ours(qkv, d_out, nodes), ours(qkv, d_out, nodes), strict=True):
+        assert torch.equal(once, again)
+
+
+def test_any_strides(backend):
+    """As a transformers model passes them, (1, H, T, D), and with D not the innermost; a broadcast gradient too."""
+    nodes = tree_of(*TREES["two levels"])
+    qkv, _ = inputs(int(nodes[1][-1]), dtype=torch.float32)
+    d_out = torch.ones(()).expand(qkv[0].shape)
+    expected = ours(qkv, d_out, nodes)
+    for order in ((1, 0, 2), (2, 1, 0)):
+        strided = [x.detach().permute(order).contiguous().permute(order).requires_grad_() for x in qkv]
+        assert not strided[0].is_contiguous()
+        for mine, true in zip(ours(strided, d_out, nodes), expected, strict=True):
+            torch.testing.assert_close(mine, true, rtol=1e-6, atol=1e-6)
+
+
+def test_the_references_gradient():
+    plan = TreePlan.of(tree_of([-1, 0, 0], [3, 2, 2]))
+    qkv, _ = inputs(7, (4, 2), 3)
+    force_backend("reference", "tree_attention")
+    assert torch.autograd.gradcheck(lambda *x: tree_attention(*x, plan), qkv)
+    force_backend(None, "tree_attention")
+    assert torch.autograd.gradcheck(lambda *x: reference.forward(*x, plan, 0.5), qkv)
+
+
+def exact(q, k, v, level, scale):
+    """Scores (H, R, K) of a level in plain torch, k and v with a head per query head, and which pairs are in it."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    run_q, run_k = (
+        torch.bucketize(torch.arange(len(x)), cu[1:], right=True) for x, cu in ((q, level.cu_rows), (k, level.cu_keys))
+    )
+    inside = run_q[:, None] == run_k
+    if level.causal:
+        inside &= level.keys <= level.rows[:, None]
+    return torch.einsum("rhd,khd->hrk", q, k).mul(scale).masked_fill(~inside, -torch.inf), k, v
+
+
+def exact_forward(q, k, v, level, scale):
+    scores, _, v = exact(q, k, v, level, scale)
+    return torch.einsum("hrk,khd->rhd", scores.softmax(-1), v), scores.logsumexp(-1).T
+
+
+def exact_backward(d_out, q, k, v, out, lse, level, scale):
+    groups = q.shape[1] // k.shape[1]
+    scores, k, v = exact(q, k, v, level, scale)
+    p = (scores - lse.T[..., None]).exp()
+    d_scores = p * (torch.einsum("rhd,khd->hrk", d_out, v) - (d_out * out).sum(-1).T[..., None]) * scale
+    dq, dk = torch.einsum("hrk,khd->rhd", d_scores, k), torch.einsum("hrk,rhd->khd", d_scores, q)
+    dv = torch.einsum("hrk,rhd->khd", p, d_out)
+    return dq, *(x.unflatten(1, (-1, groups)).sum(2) for x in (dk, dv))
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_the_cascades_merge_and_backward_are_exact(name):
+    """Its merge and its use of the merged log-sum-exp, with a plain float64 flash attention in CUDA's place."""
+    nodes = tree_of(*TREES[name])
+    plan = TreePlan.of(nodes)._replace(levels=levels.levels_of(*nodes, "cpu"))
+    (q, k, v), d_out = inputs(int(nodes[1][-1]))
+    flash = SimpleNamespace(forward=exact_forward, backward=exact_backward)
+    q, k, v = (x.detach() for x in (q, k, v))
+    out, lse = cascade.forward(q, k, v, plan, 0.25, flash)
+    gradients = cascade.backward(d_out, q, k, v, out, lse, plan, 0.25, flash)
+    for mine, true in zip((out, *gradients), truth((q, k, v), d_out, sees(nodes)), strict=True):
+        torch.testing.assert_close(mine, true, rtol=1e-11, atol=1e-12)
+
+
+def test_levels_cover_each_visible_pair_once():
+    for parents, lengths in TREES.values():
+        nodes = tree_of(parents, lengths)
+        count = torch.zeros(int(nodes[1][-1]), int(nodes[1][-1]), dtype=torch.int64)
+        for level in levels.levels_of(*nodes, "cpu").unpack():
+            cu_rows, cu_keys = level.cu_rows.tolist(), level.cu_keys.tolist()
+            assert max(np.diff(cu_rows)) == level.most_rows and max(np.diff(cu_keys)) == level.most_keys
+            for i in range(len(cu_rows) - 1):
+                rows, keys = level.rows[cu_rows[i] : cu_rows[i + 1]], level.keys[cu_keys[i] : cu_keys[i + 1]]
+                pairs = torch.ones(len(rows), len(keys), dtype=torch.int64)
+                count[rows[:, None], keys] += pairs.tril() if level.causal else pairs
+        assert torch.equal(count, sees(nodes).long())
+
+
+def test_opcheck(backend):
+    plan = TreePlan.of(tree_of(*TREES["forest"]))
+    qkv, d_out = inputs(len(plan.visible_until), dtype=torch.float32)
+    torch.library.opcheck(torch.ops.spiral_kernels.tree_attention.default, (*qkv, plan.tensors, 0.25, backend))
+    out, lse = torch.ops.spiral_kernels.tree_attention(*qkv, plan.tensors, 0.25, backend)
+    arguments = (d_out, *(x.detach() for x in (*qkv, out, lse)), plan.tensors, 0.25, backend)
+    torch.library.opcheck(torch.ops.spiral_kernels.tree_attention_backward.default, arguments)
+
+
+def test_compiled(backend):
+    nodes = tree_of(*TREES["forest"])
+    plan = TreePlan.of(nodes)
+    qkv, d_out = inputs(int(nodes[1][-1]), dtype=torch.float32)
+    compiled = torch.compile(
+        lambda q, k, v, plan: tree_attention(q, k, v, plan) * 2, fullgraph=True, backend="aot_eager"
+    )
+    out = compiled(*qkv, plan)
+    expected, *gradients = ours(qkv, d_out, plan)
+    assert torch.equal(out, expected * 2)
+    for mine, true in zip(torch.autograd.grad(out, qkv, d_out), gradients, strict=True):
+        assert torch.equal(mine, true * 2)
+    torch.compiler.reset()
+
+
+def test_no_grad_keeps_nothing(backend):
+    nodes = tree_of(*TREES["forest"])
+    qkv, _ = inputs(int(nodes[1][-1]), dtype=torch.float32)
+    with torch.no_grad():
+        assert tree_attention(*qkv, nodes).grad_fn is None
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        assert not tree_attention(*(x.detach() for x in qkv), nodes).requires_grad and not saved
+        tree_attention(*qkv, nodes)
+    n_rows = len(qkv[0])
+    assert saved and all(x.numel() <= qkv[0].numel() for x in saved), "nothing of the size rows x rows"
+    assert n_rows**2 > qkv[0].numel()
+
+
+def test_autocast_changes_nothing(backend):
+    nodes = tree_of(*TREES["forest"])
+    qkv, _ = inputs(int(nodes[1][-1]), dtype=torch.float32)
+    expected = tree_attention(*qkv, nodes)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(tree_attention(*qkv, nodes), expected)
+
+
+def test_a_plan_serves_many_calls_and_any_form_of_tree():
+    tree = PrefixTree.from_segments([[[1, 2, 3]], [[1, 2, 4]], [[5]]])
+    qkv, _ = inputs(5, dtype=torch.float32)
+    expected = tree_attention(*qkv, tree)
+    as_arrays = [array.numpy().astype(np.int32) for array in tree[2:6]]
+    plan = TreePlan.of(tree)
+    for form in (plan, TreePlan.of(plan), as_arrays, [array.tolist() for array in as_arrays]):
+        assert torch.equal(tree_attention(*qkv, form), expected)
+    assert plan.visible_until.dtype == torch.int32 and plan.visible_until.tolist() == [4, 4, 3, 4, 5]
+    assert all(array.dtype == torch.int64 for array in plan[:4])
+
+
+def test_a_plan_of_another_backend_is_refused():
+    tree = PrefixTree.from_segments([[[1, 2, 3]]])
+    plan = TreePlan.of(tree)
+    qkv, _ = inputs(3, dtype=torch.float32)
+    force_backend("cascade", "tree_attention")
+    try:
+        with pytest.raises(ValueError, match="backend 'cascade' would not serve; make it again"):
+            tree_attention(*qkv, plan)
+    finally:
+        force_backend(None, "tree_attention")
+
+
+NODES = ([0, 2, 3], [2, 3, 5], [-1, 0, 0], [5, 3, 5])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"q": torch.zeros(5, 4)}, r"q must be \(T, Hq, D\), D > 0, got \(5, 4\) float32 on cpu"),
+        ({"v": torch.zeros(5, 2, 9)}, r"k and v must both be \(T, Hkv, D\)"),
+        ({"k": torch.zeros(6, 2, 8), "v": torch.zeros(6, 2, 8)}, "differ in T or D"),
+        ({"q": torch.zeros(5, 3, 8)}, "q has 3 heads, k and v 2: the number of query heads must be a multiple"),
+        ({"q": torch.zeros(5, 4, 8).half()}, "q must be float32, bfloat16 or float64, got .* float16"),
+        ({"k": torch.zeros(5, 2, 8).double()}, "differ in dtype; cast one"),
+        ({"k": torch.zeros(5, 2, 8, device="meta")}, "k is on meta, q on cpu"),
+        ({"tree": ([0], [4], [-1], [4])}, "the tree has 4 rows, q 5"),
+        (
+            {"tree": NODES[:3]},
+            r"a tree is a PrefixTree, a TreePlan or \(start, end, parent, subtree_end\), got 3 items",
+        ),
+        ({"tree": ([0.0], [5], [-1], [5])}, r"start must be \(M,\) integers, M = 1, got \(1,\) float32"),
+        ({"tree": ([0, 2], [5], [-1], [5])}, r"end must be \(M,\) integers, M = 2, got \(1,\) int64"),
+        ({"tree": ([0, 1, 3], *NODES[1:])}, "nodes must cover the rows in order: node 1 starts at row 1, not at 2"),
+        ({"tree": ([0, 2, 3], [2, 2, 5], *NODES[2:])}, "node 1 ends at row 2 but starts at 2; nodes are never empty"),
+        ({"tree": (*NODES[:3], [5, 4, 5])}, "subtree_end of node 1 is 4, but its subtree ends at row 3"),
+        ({"tree": (*NODES[:3], [3, 3, 5])}, "subtree_end of node 0 is 3, but its subtree ends at row 5"),
+        ({"tree": (*NODES[:2], [-1, 0, 3], NODES[3])}, "node 2 has parent 3: nodes must be depth-first"),
+    ],
+)
+def test_errors(changed, message):
+    arguments = {"q": torch.zeros(5, 4, 8), "k": torch.zeros(5, 2, 8), "v": torch.zeros(5, 2, 8), "tree": NODES}
+    tree_attention(**arguments)
+    with pytest.raises(ValueError, match=f"^tree_attention: .*{message}") as error:
+        tree_attention(**arguments | changed)
+    assert "\n" not in str(error.value)
+
+
+def test_a_plan_for_another_device_is_refused():
+    plan = TreePlan.of(NODES)._replace(visible_until=torch.zeros(5, dtype=torch.int32, device="meta"))
+    with pytest.raises(ValueError, match="the plan is for meta, q on cpu"):
+        tree_attention(torch.zeros(5, 4, 8), torch.zeros(5, 2, 8), torch.zeros(5, 2, 8), plan)
+
+
+def test_a_backend_that_cannot_serve_says_why():
+    assert available_backends("tree_attention", "cuda")["torch"] == "it runs on CPU only, the tensors are on cuda"
+    assert "bfloat16, not torch.float32" in available_backends("tree_attention", "cuda")["cascade"]
+    force_backend("triton", "tree_attention")
+    try:
+        if available_backends("tree_attention")["triton"]:
+            with pytest.raises(BackendError, match="backend 'triton' .* cannot serve"):
+                tree_attention(torch.zeros(5, 4, 8), torch.zeros(5, 2, 8), torch.zeros(5, 2, 8), NODES)
+    finally:
+        force_backend(None, "tree_attention")
+
+
+def test_rows_are_32_bit():
+    with pytest.raises(ValueError, match="row numbers are 32-bit"):
+        TreePlan.of(([0], [2**31], [-1], [2**31]))
