@@ -208,8 +208,8 @@ class LearnerConfig(Section):
     micro_batch_tokens: PositiveInt = Field(16384, description="tokens computed in one forward and backward")
     sharing: Literal["tree", "set", "none"] = Field(
         "tree",
-        description="tokens after the same prefix are computed once: tree = all, set = the prompt of rows that have the "
-        "same one, none = every row alone; the gradient is the same",
+        description="tokens after the same prefix are computed once: tree = all, set = the prompt of rows that have "
+        "the same one, none = every row alone; the gradient is the same",
     )
     self_check: bool = Field(
         True, description="compute the first micro-batch also with sharing none; stop if the gradients differ"

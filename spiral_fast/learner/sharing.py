@@ -59,8 +59,8 @@ def tree_of(paths: Paths, part: Sequence[int]) -> PrefixTree:
 
 
 def cut(rows: Sequence[Row], paths: Paths, token_budget: int, cost: Cost) -> list[list[int]]:
-    """Indices of the rows (at least one) in parts, depth-first, each of at most `token_budget` computed tokens; a longer
-    row is a part of its own.
+    """Indices of the rows (at least one) in parts, depth-first, each of at most `token_budget` computed tokens; a
+    longer row is a part of its own.
 
     Of all cuts of that order: the one that computes the fewest tokens, then of the fewest parts, then of the most even
     FLOPs.
@@ -70,7 +70,7 @@ def cut(rows: Sequence[Row], paths: Paths, token_budget: int, cost: Cost) -> lis
     shared = [0] + [_agreeing(paths.ids[a], paths.ids[b]) for a, b in pairwise(order)]
     sampled = [len(rows[i].tokens) for i in order]
     flops = [cost.flops(n - s, _pairs(n) - _pairs(s), r) for n, s, r in zip(length, shared, sampled, strict=True)]
-    # best[j], of the rows before j: (tokens computed twice, parts, sum of squared FLOPs), and where the last part begins
+    # best[j], of the rows before j: (tokens computed twice, parts, sum of squared FLOPs), where the last part begins
     best: list[tuple[tuple[float, int, float], int]] = [((0, 0, 0.0), 0)]
     for j in range(1, len(order) + 1):
         tokens, work, choices = 0, 0.0, []
