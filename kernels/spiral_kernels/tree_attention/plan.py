@@ -79,9 +79,8 @@ def _backends(device: torch.device) -> set[str]:
 
 def _nodes(arrays: Sequence) -> list[Tensor]:
     if len(arrays) != len(NODE_ARRAYS):
-        raise ValueError(
-            f"tree_attention: a tree is a PrefixTree, a TreePlan or {NODE_ARRAYS}, got {len(arrays)} items"
-        )
+        names = ", ".join(NODE_ARRAYS)
+        raise ValueError(f"tree_attention: a tree is a PrefixTree, a TreePlan or ({names}), got {len(arrays)} items")
     nodes = [torch.as_tensor(array) for array in arrays]
     for name, array in zip(NODE_ARRAYS, nodes, strict=True):
         whole = not (array.is_floating_point() or array.is_complex() or array.dtype == torch.bool)
