@@ -16,37 +16,50 @@ template <> struct nanobind::detail::dtype_traits<bfloat16> {
 template <typename T> using Matrix = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 template <typename T> using Vector = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
+// Vectors that may be None.
+static float *data_or_null(const Vector<float> &vector) { return vector.is_valid() ? vector.data() : nullptr; }
+
 template <typename T>
 static spiral::Tile<T> tile_of(const Matrix<T> &logits, int64_t first, const Vector<int64_t> &targets,
-                               const Vector<float> &scale) {
+                               const Vector<float> &scale, const Vector<float> &bias, float soft_cap) {
     const size_t rows = logits.shape(0);
     if (targets.shape(0) != rows || scale.shape(0) != rows) throw nb::value_error("one target and scale per row");
-    return {logits.data(), (int64_t)rows, (int64_t)logits.shape(1), first, targets.data(), scale.data()};
+    if (bias.is_valid() && bias.shape(0) != logits.shape(1)) throw nb::value_error("one bias per column");
+    return {logits.data(), (int64_t)rows, (int64_t)logits.shape(1), first, targets.data(), scale.data(),
+            data_or_null(bias), soft_cap};
 }
 
-template <typename T> static void need_rows(const spiral::Tile<T> &tile, std::initializer_list<size_t> lengths) {
-    for (size_t length : lengths)
-        if ((int64_t)length != tile.rows) throw nb::value_error("one entry per row");
+template <typename T> static void need_rows(const spiral::Tile<T> &tile, std::initializer_list<Vector<float>> vectors) {
+    for (const Vector<float> &vector : vectors)
+        if (vector.is_valid() && (int64_t)vector.shape(0) != tile.rows) throw nb::value_error("one entry per row");
 }
 
+// With `factor`: exponentials take the place of the logits.
 template <typename T>
-static void accumulate(Matrix<T> logits, int64_t first, Vector<int64_t> targets, Vector<float> scale,
-                       Vector<float> maximum, Vector<float> sum, Vector<float> weighted, int threads) {
-    auto tile = tile_of<T>(logits, first, targets, scale);
-    need_rows(tile, {maximum.shape(0), sum.shape(0), weighted.shape(0)});
-    spiral::RowSums sums{maximum.data(), sum.data(), weighted.data()};
+static void accumulate(Matrix<T> logits, int64_t first, Vector<int64_t> targets, Vector<float> scale, Vector<float> bias,
+                       float soft_cap, Vector<float> origin, Vector<float> sum, Vector<float> weighted,
+                       Vector<float> factor, int threads) {
+    auto tile = tile_of<T>(logits, first, targets, scale, bias, soft_cap);
+    need_rows(tile, {origin, sum, weighted, factor});
+    spiral::RowSums sums{origin.data(), sum.data(), weighted.data()};
+    const spiral::RowKernels &kernels = spiral::row_kernels();
     if constexpr (std::is_same_v<T, float>)
-        spiral::row_kernels().accumulate_f32(tile, sums, threads);
+        factor.is_valid() ? kernels.exponentials_f32(tile, sums, factor.data(), threads)
+                          : kernels.accumulate_f32(tile, sums, threads);
     else
-        spiral::row_kernels().accumulate_bf16(tile, sums, threads);
+        factor.is_valid() ? kernels.exponentials_bf16(tile, sums, factor.data(), threads)
+                          : kernels.accumulate_bf16(tile, sums, threads);
 }
 
 template <typename T>
-static void gradient(Matrix<T> logits, int64_t first, Vector<int64_t> targets, Vector<float> scale,
-                     Vector<float> origin, Vector<float> log_norm, Vector<float> logp, Vector<float> grad, int threads) {
-    auto tile = tile_of<T>(logits, first, targets, scale);
-    need_rows(tile, {origin.shape(0), log_norm.shape(0), logp.shape(0), grad.shape(0)});
-    spiral::RowGradient of{origin.data(), log_norm.data(), logp.data(), grad.data()};
+static void gradient(Matrix<T> logits, int64_t first, Vector<int64_t> targets, Vector<float> scale, Vector<float> bias,
+                     float soft_cap, Vector<float> origin, Vector<float> log_norm, Vector<float> grad,
+                     Vector<float> of_true, Vector<float> of_entropy, Vector<float> entropy, int threads) {
+    auto tile = tile_of<T>(logits, first, targets, scale, bias, soft_cap);
+    need_rows(tile, {origin, log_norm, grad, of_true, of_entropy, entropy});
+    if (of_entropy.is_valid() != entropy.is_valid()) throw nb::value_error("of_entropy goes with entropy");
+    spiral::RowGradient of{origin.data(),  log_norm.data(),          grad.data(),
+                           of_true.data(), data_or_null(of_entropy), data_or_null(entropy)};
     if constexpr (std::is_same_v<T, float>)
         spiral::row_kernels().gradient_f32(tile, of, threads);
     else
@@ -55,11 +68,14 @@ static void gradient(Matrix<T> logits, int64_t first, Vector<int64_t> targets, V
 
 template <typename T> static void define(nb::module_ &m) {
     m.def("accumulate", &accumulate<T>, nb::arg("logits").noconvert(), nb::arg("first"), nb::arg("targets").noconvert(),
-          nb::arg("scale").noconvert(), nb::arg("maximum").noconvert(), nb::arg("sum").noconvert(),
-          nb::arg("weighted").noconvert(), nb::arg("threads"), nb::call_guard<nb::gil_scoped_release>());
+          nb::arg("scale").noconvert(), nb::arg("bias").noconvert().none(), nb::arg("soft_cap"),
+          nb::arg("origin").noconvert(), nb::arg("sum").noconvert(), nb::arg("weighted").noconvert(),
+          nb::arg("factor").noconvert().none(), nb::arg("threads"), nb::call_guard<nb::gil_scoped_release>());
     m.def("gradient", &gradient<T>, nb::arg("logits").noconvert(), nb::arg("first"), nb::arg("targets").noconvert(),
-          nb::arg("scale").noconvert(), nb::arg("origin").noconvert(), nb::arg("log_norm").noconvert(), nb::arg("logp").noconvert(),
-          nb::arg("grad").noconvert(), nb::arg("threads"), nb::call_guard<nb::gil_scoped_release>());
+          nb::arg("scale").noconvert(), nb::arg("bias").noconvert().none(), nb::arg("soft_cap"),
+          nb::arg("origin").noconvert(), nb::arg("log_norm").noconvert(), nb::arg("grad").noconvert(),
+          nb::arg("of_true").noconvert(), nb::arg("of_entropy").noconvert().none(), nb::arg("entropy").noconvert().none(),
+          nb::arg("threads"), nb::call_guard<nb::gil_scoped_release>());
 }
 
 static nb::ndarray<nb::numpy, int64_t, nb::ndim<1>> to_numpy(spiral::Array &array) {

@@ -28,15 +28,31 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def head_rows() -> None:
-    """Row kernels of linear_logprob and linear_policy_loss, on one tile of the head."""
-    from spiral_kernels.linear_logprob import tiled, triton_rows
+    """The row kernel of linear_logprob and linear_policy_loss on a chunk of rows: sums, gradient, or both at once."""
+    from spiral_kernels.linear_logprob import triton_rows
+    from spiral_kernels.linear_logprob.tiles import RowGradient, RowSums, Tile
 
-    columns = tiled.TILE_ELEMENTS["cuda"] // tiled.TILE_ROWS["cuda"]
-    logits, vector, targets = meta(16, columns), meta(16), meta(16, dtype=torch.int64)
-    for weighted in (None, vector):
-        triton_rows.accumulate(logits, columns, targets, vector, tiled.RowSums(vector, vector, weighted))
+    vector, targets, bias = meta(16), meta(16, dtype=torch.int64), meta(VOCABULARY)
+    sums = RowSums(vector, vector, vector)
     for dtype in (torch.float32, torch.bfloat16):
-        triton_rows.gradient(logits, columns, targets, *[vector] * 5, dtype)
+        for of_head in ((None, None), (bias, 30.0)):
+            tile = Tile(meta(16, VOCABULARY), 0, targets, vector, *of_head)
+            triton_rows.accumulate(tile, sums)
+            triton_rows.sums_and_gradient(tile, sums, vector, None if tile.soft_cap is None else vector, dtype)
+            triton_rows.gradient(tile, RowGradient(*[vector] * 4, None, None), dtype)
+            triton_rows.gradient(tile, RowGradient(*[vector] * 6), dtype)
+
+
+def head_forward() -> None:
+    """linear_logprob without a gradient: no logits; a plain head and one with bias, soft cap and row index."""
+    from spiral_kernels.linear_logprob.head import Head
+    from spiral_kernels.linear_logprob.triton_forward import row_sums
+
+    rows, targets = meta(TOKENS), meta(TOKENS, dtype=torch.int64)
+    for dtype in (torch.float32, torch.bfloat16):
+        hidden, weight = meta(TOKENS, HIDDEN, dtype=dtype), meta(VOCABULARY, HIDDEN, dtype=dtype)
+        row_sums(hidden, Head(weight, None, None), targets, None, rows, True)
+        row_sums(hidden, Head(weight, meta(VOCABULARY), 30.0), targets, targets, rows, True)
 
 
 def policy_loss() -> None:
@@ -60,4 +76,20 @@ def policy_loss() -> None:
         policy_loss(tokens, tokens, credit, cu_seqlens, old, ref, tokens, *of_loss, True)
 
 
-OPERATIONS = (head_rows, policy_loss)
+def set_advantages() -> None:
+    """With and without the gate, rewards 0/1 as float32 and as whole numbers."""
+    from spiral_kernels.set_advantages.triton import set_advantages_triton
+
+    problems, sets, size, traces = 256, 4, 4, 8
+
+    def whole(n: int) -> torch.Tensor:
+        return torch.zeros(n, dtype=torch.int64)  # read by the launcher: that nothing is at fault
+
+    n_sets, n_traces = problems * sets, problems * traces
+    offsets = (whole(n_sets + 1), whole(n_sets * size), whole(n_sets + 1), whole(problems + 1), whole(problems + 1))
+    lengths = (whole(n_traces), whole(n_sets * size))
+    set_advantages_triton(torch.zeros(n_sets * size), *offsets, *lengths, 4096, 2048, n_traces)
+    set_advantages_triton(whole(n_sets * size), *offsets, None, None, None, None, n_traces)
+
+
+OPERATIONS = (head_rows, head_forward, policy_loss, set_advantages)

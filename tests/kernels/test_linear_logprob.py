@@ -10,9 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spiral_kernels
-from spiral_kernels.linear_logprob import linear_logprob, tiled, torch_rows
+from spiral_kernels.linear_logprob import linear_logprob, tiled, tiles, torch_rows
+from spiral_kernels.linear_logprob.head import head_of
 
 BACKENDS = [name for name, reason in spiral_kernels.available_backends("linear_logprob").items() if reason is None]
+FAST = [name for name in BACKENDS if name != "reference"]
 FLOAT64_BACKENDS = [
     name
     for name, reason in spiral_kernels.available_backends("linear_logprob", dtype=torch.float64).items()
@@ -30,8 +32,8 @@ def backend(request):
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Several tiles in both directions, the last ones ragged."""
-    monkeypatch.setitem(tiled.TILE_ROWS, "cpu", 7)
-    monkeypatch.setitem(tiled.TILE_ELEMENTS, "cpu", 7 * 50)
+    monkeypatch.setitem(tiles.TILE_ROWS, "cpu", 7)
+    monkeypatch.setitem(tiles.TILE_ELEMENTS, "cpu", 7 * 50)
 
 
 class Case:
@@ -274,8 +276,8 @@ def test_inputs_that_are_not_contiguous(backend, small_tiles):
 
 
 def test_gradcheck(monkeypatch):
-    monkeypatch.setitem(tiled.TILE_ROWS, "cpu", 2)
-    monkeypatch.setitem(tiled.TILE_ELEMENTS, "cpu", 6)
+    monkeypatch.setitem(tiles.TILE_ROWS, "cpu", 2)
+    monkeypatch.setitem(tiles.TILE_ELEMENTS, "cpu", 6)
     hidden = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
     targets, row_index = torch.tensor([0, 6, 3, 3, 2]), torch.tensor([0, 0, 2, 1, 2])
@@ -288,14 +290,26 @@ def test_gradcheck(monkeypatch):
 
 
 @pytest.mark.parametrize("with_row_index", [False, True])
-@pytest.mark.parametrize("name", [b for b in BACKENDS if b != "reference"])
+@pytest.mark.parametrize("name", FAST)
 def test_opcheck(name, with_row_index):
     hidden, weight = (x.requires_grad_() for x in random_case(11, rows=4).inputs[:2])
     row_index = torch.tensor([0, 1, 1, 3]) if with_row_index else None
-    args = hidden, weight, torch.tensor([0, 5, 10, 3]), row_index, torch.ones(4), True, name
-    torch.library.opcheck(torch.ops.spiral_kernels.linear_logprob.default, args)
-    frozen = hidden, weight.detach(), *args[2:]
-    torch.library.opcheck(torch.ops.spiral_kernels.linear_logprob.default, frozen)
+    rows = torch.tensor([0, 5, 10, 3]), row_index, torch.ones(4)
+    op = torch.ops.spiral_kernels.linear_logprob.default
+    torch.library.opcheck(op, (hidden, weight, None, *rows, None, True, False, name))
+    torch.library.opcheck(op, (hidden, weight.detach(), torch.randn(11), *rows, 3.0, True, True, name))
+
+
+def test_compiles(backend):
+    hidden, weight, targets = random_case(11).inputs[:3]
+
+    def total(hidden):
+        return linear_logprob(hidden * 1.5, weight, targets, temperature=0.7).logp.square().sum()
+
+    hidden.requires_grad_()
+    (found,) = torch.autograd.grad(torch.compile(total, fullgraph=True, backend="aot_eager")(hidden), hidden)
+    torch.testing.assert_close(found, *torch.autograd.grad(total(hidden), hidden))
+    torch.compiler.reset()  # or its cache keeps tensors with their graphs
 
 
 def test_only_logp_has_a_gradient_and_none_under_no_grad(backend):
@@ -351,23 +365,23 @@ class NewStorages(TorchDispatchMode):
 
 
 def test_a_frozen_head_allocates_nothing_of_its_size():
-    hidden, weight = torch.randn(8, 4), torch.randn(50_000, 4)
-    targets, scale, ones = torch.arange(8), torch.ones(8), torch.ones(8)
+    hidden, weight = torch.randn(8, 16), torch.randn(50_000, 16)
+    targets, scale = torch.arange(8), torch.ones(8)
+    head = head_of(weight, None, None)
 
-    def largest(need_weight, weight):
-        logp, origin, log_norm, _ = tiled.forward(torch_rows, hidden, weight, targets, None, scale, False)
+    def largest(function, *args):
         with NewStorages(hidden, weight) as storages:
-            tiled.backward(
-                torch_rows, ones, hidden, weight, targets, None, scale, origin, log_norm, logp, True, need_weight
-            )
-        return max(storages.sizes)
+            results = function(torch_rows, *args)
+        return max(storages.sizes), results
 
     tile = 4 * 8 * 50_000
-    assert largest(False, weight) == tile
-    wide = torch.randn(50_000, 16)
-    hidden = torch.randn(8, 16)
-    assert largest(False, wide) == tile
-    assert largest(True, wide) == 4 * wide.numel()
+    size, (logp, origin, log_norm, _, d_logp) = largest(tiled.forward, hidden, head, targets, None, scale, False, True)
+    assert size == tile and d_logp.shape == hidden.shape
+    size, (*_, d_logp) = largest(tiled.forward, hidden, head, targets, None, scale, False, False)
+    assert size == tile and d_logp.numel() == 0
+    rows = torch.ones(8), hidden, head, targets, None, scale, origin, log_norm, logp, True
+    assert largest(tiled.backward, *rows, False)[0] == tile
+    assert largest(tiled.backward, *rows, True)[0] == 4 * weight.numel()
 
 
 MEMORY = """

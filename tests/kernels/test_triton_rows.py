@@ -1,4 +1,8 @@
-"""The Triton row backend without a GPU: its values in Triton's interpreter, its machine code for Hopper."""
+"""The heads' Triton kernels without a GPU: every case of their tests that float32 can hold, in Triton's interpreter.
+
+The interpreter is chosen when a process starts, so each file of cases has one of its own. Their machine code for Hopper
+is test_hopper.py's.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,13 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+LEFT_OUT = ("bfloat16", "49152", "15193", "memory", "31_logits", "on_cuda", "any_shape", "interpreter")
 
 
-def test_values_in_the_interpreter():
-    """test_linear_logprob.py's cases for the backend `triton`; the interpreter is chosen when a process starts."""
-    cases = "triton and not bfloat16 and not 49152 and not memory and not 31_logits and not on_cuda"
+def interpret(file: str, cases: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", cases]
     run = subprocess.run(
-        [*command, str(Path(__file__).with_name("test_linear_logprob.py"))],
+        [*command, str(Path(__file__).with_name(file))],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
@@ -27,15 +30,10 @@ def test_values_in_the_interpreter():
     assert "passed" in run.stdout and "skipped" not in run.stdout, run.stdout
 
 
-def test_compiles_for_hopper_without_spills(tmp_path):
-    run = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("compile_for_hopper.py"))],
-        env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
-    usage = run.stdout.splitlines()
-    assert len(usage) == 4
-    for line in usage:
-        assert " STACK:0 " in line, line
+@pytest.mark.parametrize("file", ["test_linear_logprob.py", "test_linear_policy_loss.py"])
+def test_cases_of_both_operations(file):
+    interpret(file, " and ".join(["triton", *(f"not {name}" for name in LEFT_OUT)]))
+
+
+def test_parts_of_the_kernels():
+    interpret("interpreted_head.py", "test")

@@ -9,7 +9,10 @@ from typing import NamedTuple
 import torch
 
 from spiral_kernels.dispatch import choose_backend, native_unavailable, register_backends
-from spiral_kernels.linear_logprob import reference, tiled, torch_rows
+from spiral_kernels.linear_logprob import reference, tiled
+from spiral_kernels.linear_logprob.backends import forward, row_backend
+from spiral_kernels.linear_logprob.head import accumulation_dtype, head_of
+from spiral_kernels.linear_logprob.tiles import check_range
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -28,37 +31,46 @@ def linear_logprob(
     targets: torch.Tensor,
     *,
     row_index: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    soft_cap: float | None = None,
     temperature: float | torch.Tensor = 1.0,
     return_entropy: bool = False,
 ) -> LogProbs:
-    """log softmax(hidden[row_index[r]] @ weight.T / temperature)[targets[r]] for each row r.
+    """log softmax(z[r])[targets[r]] for each row r, z = soft_cap * tanh((hidden[row_index[r]] @ weight.T + bias) /
+    soft_cap) / temperature; without soft_cap, (hidden @ weight.T + bias) / temperature.
 
     hidden (N, H) and weight (V, H): float32, bfloat16 or float64, one dtype and device. targets (R,) int64 in 0 .. V-1.
     row_index (R,) int64 in 0 .. N-1: the hidden row of each r, repeats allowed (a prefix's last token predicts one
     token per child); None = row r, R = N. temperature > 0: a number or (R,). R = 0 is fine.
 
-    Returns logp, lse (log-sum-exp of logits / temperature, nats) and, if asked for, the entropy (nats) of each row's
-    distribution; lse and entropy carry no gradient. The backward recomputes the logits tile by tile, gives d_hidden,
-    and d_weight only if weight.requires_grad. Memory and precision: see tiled.py.
+    bias (V,): of any floating dtype, without gradient; -inf takes a class out (with a soft_cap it is that class's logit
+    of -soft_cap, as the formula says). soft_cap > 0: Gemma 2's final_logit_softcapping, arXiv 2408.00118 section 2.
+
+    Returns logp, lse (log-sum-exp of z, nats) and, if asked for, the entropy (nats) of each row's distribution; lse and
+    entropy carry no gradient. With a frozen weight d_hidden is formed during the forward, two GEMMs in all, and kept as
+    (R, H) of the accumulation dtype for the backward to scale; with weight.requires_grad the backward recomputes the
+    logits tile by tile for d_hidden and d_weight; under no_grad there is no gradient work. Memory and precision: see
+    tiled.py.
 
     Raises ValueError on shapes, dtypes or devices that do not fit, IndexError on an index out of range (on CUDA a
     device assertion), BackendError if a forced backend cannot serve. Deterministic on CPU; on CUDA sums over repeated
     row_index follow torch.use_deterministic_algorithms.
     """
-    scale = check_head(hidden, weight, targets, row_index, temperature)
+    scale = check_head(hidden, weight, bias, soft_cap, targets, row_index, temperature)
     backend = choose_backend("linear_logprob", hidden.device, hidden.dtype)
     if backend == "reference":
-        logp, lse, entropy = reference.linear_logprob(hidden, weight, targets, row_index, temperature)
+        logp, lse, entropy = reference.linear_logprob(hidden, weight, bias, targets, row_index, temperature, soft_cap)
         logp, lse, entropy = logp.to(scale.dtype), lse.detach().to(scale.dtype), entropy.detach().to(scale.dtype)
     else:
-        logp, origin, log_norm, entropy = torch.ops.spiral_kernels.linear_logprob(
-            hidden, weight, targets, row_index, scale, return_entropy, backend
+        with_gradient = torch.is_grad_enabled() and hidden.requires_grad and not weight.requires_grad
+        logp, origin, log_norm, entropy, _ = torch.ops.spiral_kernels.linear_logprob(
+            hidden, weight, bias, targets, row_index, scale, soft_cap, return_entropy, with_gradient, backend
         )
         lse = origin + log_norm
     return LogProbs(logp, entropy if return_entropy else None, lse)
 
 
-def check_head(hidden, weight, targets, row_index, temperature) -> torch.Tensor:
+def check_head(hidden, weight, bias, soft_cap, targets, row_index, temperature) -> torch.Tensor:
     """1 / temperature as (R,) of the accumulation dtype. Raises ValueError with one line."""
 
     def need(good: bool, message: str) -> None:
@@ -80,11 +92,16 @@ def check_head(hidden, weight, targets, row_index, temperature) -> torch.Tensor:
     else:
         fits = row_index.shape == targets.shape and row_index.dtype == torch.int64
         need(fits, f"row_index must be int64 of targets' shape {tuple(targets.shape)}, got {shape(row_index)}")
-    for name, tensor in (("weight", weight), ("targets", targets), ("row_index", row_index)):
+    if bias is not None:
+        fits = bias.shape == weight.shape[:1] and bias.is_floating_point()
+        need(fits, f"bias must be ({weight.shape[0]},) of a floating dtype, got {shape(bias)}")
+        need(not bias.requires_grad, "bias carries no gradient, a trained one is not supported; detach it")
+    need(soft_cap is None or soft_cap > 0, f"soft_cap must be > 0, or None for no cap, got {soft_cap}")
+    for name, tensor in (("weight", weight), ("bias", bias), ("targets", targets), ("row_index", row_index)):
         if tensor is not None:
             need(tensor.device == hidden.device, f"{name} is on {tensor.device}, hidden on {hidden.device}")
 
-    dtype = tiled.accumulation_dtype(hidden.dtype)
+    dtype = accumulation_dtype(hidden.dtype)
     if isinstance(temperature, torch.Tensor):
         need(temperature.shape == targets.shape, f"temperature must be a number or (R,), got {shape(temperature)}")
         need(not temperature.requires_grad, "temperature carries no gradient; detach it")
@@ -93,80 +110,73 @@ def check_head(hidden, weight, targets, row_index, temperature) -> torch.Tensor:
     return torch.full(targets.shape, 1 / temperature, dtype=dtype, device=hidden.device)
 
 
-def row_backend(name: str) -> tiled.RowBackend:
-    if name == "native":
-        from spiral_kernels.linear_logprob import native
-
-        return native
-    if name == "triton":
-        from spiral_kernels.linear_logprob import triton_rows
-
-        return triton_rows
-    return torch_rows
-
-
 @torch.library.custom_op(
     "spiral_kernels::linear_logprob",
     mutates_args=(),
-    schema="(Tensor hidden, Tensor weight, Tensor targets, Tensor? row_index, Tensor scale, bool with_entropy, "
-    "str backend) -> (Tensor logp, Tensor origin, Tensor log_norm, Tensor entropy)",
+    schema="(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor? row_index, Tensor scale, "
+    "float? soft_cap, bool with_entropy, bool with_gradient, str backend) -> "
+    "(Tensor logp, Tensor origin, Tensor log_norm, Tensor entropy, Tensor d_logp)",
 )
-def _forward(hidden, weight, targets, row_index, scale, with_entropy, backend):
+def _forward(hidden, weight, bias, targets, row_index, scale, soft_cap, with_entropy, with_gradient, backend):
+    check_range("linear_logprob", "targets", targets, weight.shape[0])
+    if row_index is not None:
+        check_range("linear_logprob", "row_index", row_index, hidden.shape[0])
     with torch.autocast(hidden.device.type, enabled=False):
-        return tiled.forward(row_backend(backend), hidden, weight, targets, row_index, scale, with_entropy)
+        of_rows = targets.contiguous(), row_index, scale.contiguous()
+        return forward(backend, hidden, head_of(weight, bias, soft_cap), *of_rows, with_entropy, with_gradient)
 
 
 @_forward.register_fake
-def _(hidden, weight, targets, row_index, scale, with_entropy, backend):
-    n_rows = targets.shape[0]
-    return *(scale.new_empty(n_rows) for _ in range(3)), scale.new_empty(n_rows if with_entropy else 0)
+def _(hidden, weight, bias, targets, row_index, scale, soft_cap, with_entropy, with_gradient, backend):
+    return tiled.empty_results(hidden, targets, scale, with_entropy, with_gradient)
 
 
 @torch.library.custom_op(
     "spiral_kernels::linear_logprob_backward",
     mutates_args=(),
-    schema="(Tensor grad_logp, Tensor hidden, Tensor weight, Tensor targets, Tensor? row_index, Tensor scale, "
-    "Tensor origin, Tensor log_norm, Tensor logp, bool need_hidden, bool need_weight, "
+    schema="(Tensor grad_logp, Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor? row_index, "
+    "Tensor scale, float? soft_cap, Tensor origin, Tensor log_norm, Tensor logp, bool need_hidden, bool need_weight, "
     "str backend) -> (Tensor d_hidden, Tensor d_weight)",
 )
-def _backward(
-    grad_logp, hidden, weight, targets, row_index, scale, origin, log_norm, logp, need_hidden, need_weight, backend
-):
+def _backward(grad_logp, hidden, weight, bias, targets, row_index, scale, soft_cap, *arguments):
+    *sums, need_hidden, need_weight, backend = arguments
     with torch.autocast(hidden.device.type, enabled=False):
-        return tiled.backward(
-            row_backend(backend),
-            grad_logp,
-            hidden,
-            weight,
-            targets,
-            row_index,
-            scale,
-            origin,
-            log_norm,
-            logp,
-            need_hidden,
-            need_weight,
-        )
+        of_rows = targets.contiguous(), row_index, scale.contiguous()
+        head = head_of(weight, bias, soft_cap)
+        rows = row_backend(backend)
+        return tiled.backward(rows, grad_logp, hidden, head, *of_rows, *sums, need_hidden, need_weight)
 
 
 @_backward.register_fake
-def _(grad_logp, hidden, weight, targets, row_index, scale, origin, log_norm, logp, need_hidden, need_weight, backend):
+def _(grad_logp, hidden, weight, *arguments):
+    need_hidden, need_weight, _ = arguments[-3:]
     return hidden.new_empty(hidden.shape if need_hidden else 0), weight.new_empty(weight.shape if need_weight else 0)
 
 
 def _setup_context(ctx, inputs, output):
-    hidden, weight, targets, row_index, scale, _, ctx.backend = inputs
-    logp, origin, log_norm, entropy = output
-    ctx.mark_non_differentiable(origin, log_norm, entropy)
-    ctx.save_for_backward(hidden, weight, targets, row_index, scale, origin, log_norm, logp)
+    hidden, weight, bias, targets, row_index, scale, ctx.soft_cap, _, ctx.with_gradient, ctx.backend = inputs
+    logp, origin, log_norm, entropy, d_logp = output
+    ctx.mark_non_differentiable(origin, log_norm, entropy, d_logp)
+    if ctx.with_gradient:
+        ctx.like, ctx.hidden_dtype = hidden.shape, hidden.dtype
+        ctx.save_for_backward(d_logp, row_index)
+    else:
+        ctx.save_for_backward(hidden, weight, bias, targets, row_index, scale, origin, log_norm, logp)
 
 
 def _autograd(ctx, grad_logp, *_):
     need_hidden, need_weight = ctx.needs_input_grad[:2]
-    d_hidden, d_weight = torch.ops.spiral_kernels.linear_logprob_backward(
-        grad_logp, *ctx.saved_tensors, need_hidden, need_weight, ctx.backend
-    )
-    return d_hidden if need_hidden else None, d_weight if need_weight else None, None, None, None, None, None
+    d_hidden = d_weight = None
+    if ctx.with_gradient:
+        d_logp, row_index = ctx.saved_tensors
+        d_hidden = tiled.sum_by_hidden_row(grad_logp[:, None] * d_logp, ctx.like, ctx.hidden_dtype, row_index)
+    else:
+        hidden, weight, bias, targets, row_index, scale, *sums = ctx.saved_tensors
+        of_rows = targets, row_index, scale, ctx.soft_cap
+        d_hidden, d_weight = torch.ops.spiral_kernels.linear_logprob_backward(
+            grad_logp, hidden, weight, bias, *of_rows, *sums, need_hidden, need_weight, ctx.backend
+        )
+    return d_hidden if need_hidden else None, d_weight if need_weight else None, *[None] * 8
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from spiral_kernels.dispatch import choose_backend, register_backends
-from spiral_kernels.linear_logprob import check_head, native_why_not, row_backend, triton_why_not
+from spiral_kernels.linear_logprob import check_head, native_why_not, triton_why_not
+from spiral_kernels.linear_logprob.head import head_of
 from spiral_kernels.linear_policy_loss import chunks, reference
 from spiral_kernels.policy_loss.losses import TOKEN_LOSSES, Settings, settings_of
 
@@ -45,6 +46,8 @@ def linear_policy_loss(
     clip: tuple[float | None, float | None] | None = None,
     dual_clip: float | None = None,
     tis_cap: float | None = None,
+    bias: Tensor | None = None,
+    soft_cap: float | None = None,
     temperature: float | Tensor = 1.0,
     entropy_coef: float = 0.0,
 ) -> LinearPolicyLoss:
@@ -82,26 +85,25 @@ def linear_policy_loss(
         has_old=old_logp is not None,
         has_ref=ref_logp is not None,
     )
-    scale = _check(
-        hidden, weight, targets, row_index, temperature, advantages, rollout_logp, token_weight, old_logp, ref_logp
-    )
-    backend = choose_backend("linear_policy_loss", hidden.device, hidden.dtype)
     of_rows = advantages, rollout_logp, token_weight, old_logp, ref_logp
+    scale = _check((hidden, weight, bias, soft_cap, targets, row_index, temperature), *of_rows)
+    backend = choose_backend("linear_policy_loss", hidden.device, hidden.dtype)
     if backend == "reference":
-        results = reference.linear_policy_loss(
-            hidden, weight, targets, row_index, temperature, *of_rows, settings, entropy_coef
-        )
+        head = hidden, weight, bias, targets, row_index, temperature, soft_cap
+        results = reference.linear_policy_loss(head, *of_rows, settings, entropy_coef)
         total, logp, entropy, statistics = (x.to(scale.dtype) for x in results)
     else:
         training = torch.is_grad_enabled()
         total, _, _, logp, entropy, statistics = torch.ops.spiral_kernels.linear_policy_loss(
             hidden,
             weight,
+            bias,
             targets,
             row_index,
             scale,
             *of_rows,
             *settings,
+            soft_cap,
             entropy_coef,
             training and hidden.requires_grad,
             training and weight.requires_grad,
@@ -110,14 +112,13 @@ def linear_policy_loss(
     return LinearPolicyLoss(total, logp, entropy, *statistics.unbind())
 
 
-def _check(
-    hidden, weight, targets, row_index, temperature, advantages, rollout_logp, token_weight, old_logp, ref_logp
-) -> Tensor:
+def _check(of_head, advantages, rollout_logp, token_weight, old_logp, ref_logp) -> Tensor:
     """1 / temperature as (R,) of the accumulation dtype. Raises ValueError with one line."""
     try:
-        scale = check_head(hidden, weight, targets, row_index, temperature)
+        scale = check_head(*of_head)
     except ValueError as error:
         raise ValueError(str(error).replace("linear_logprob", "linear_policy_loss", 1)) from None
+    targets = of_head[4]
     for name, tensor in (
         ("advantages", advantages),
         ("rollout_logp", rollout_logp),
@@ -139,14 +140,16 @@ def _check(
 @torch.library.custom_op(
     "spiral_kernels::linear_policy_loss",
     mutates_args=(),
-    schema="(Tensor hidden, Tensor weight, Tensor targets, Tensor? row_index, Tensor scale, Tensor advantages, "
-    "Tensor rollout_logp, Tensor token_weight, Tensor? old_logp, Tensor? ref_logp, str loss, float lower, float upper, "
-    "float dual, float tis_cap, float kl_coef, str kl, float entropy_coef, bool need_hidden, bool need_weight, "
-    "str backend) -> (Tensor loss, Tensor d_hidden, Tensor d_weight, Tensor logp, Tensor entropy, Tensor statistics)",
+    schema="(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor? row_index, Tensor scale, "
+    "Tensor advantages, Tensor rollout_logp, Tensor token_weight, Tensor? old_logp, Tensor? ref_logp, str loss, "
+    "float lower, float upper, float dual, float tis_cap, float kl_coef, str kl, float? soft_cap, float entropy_coef, "
+    "bool need_hidden, bool need_weight, str backend) -> "
+    "(Tensor loss, Tensor d_hidden, Tensor d_weight, Tensor logp, Tensor entropy, Tensor statistics)",
 )
 def _forward(
     hidden,
     weight,
+    bias,
     targets,
     row_index,
     scale,
@@ -162,6 +165,7 @@ def _forward(
     tis_cap,
     kl_coef,
     kl,
+    soft_cap,
     entropy_coef,
     need_hidden,
     need_weight,
@@ -169,9 +173,9 @@ def _forward(
 ):
     with torch.autocast(hidden.device.type, enabled=False):
         return chunks.linear_policy_loss(
-            row_backend(backend),
+            backend,
             hidden,
-            weight,
+            head_of(weight, bias, soft_cap),
             targets,
             row_index,
             scale,
@@ -184,7 +188,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(hidden, weight, targets, row_index, scale, *arguments):
+def _(hidden, weight, bias, targets, row_index, scale, *arguments):
     need_hidden, need_weight, _ = arguments[-3:]
     return (
         scale.new_empty(()),

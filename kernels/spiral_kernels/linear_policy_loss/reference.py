@@ -15,11 +15,7 @@ MASKED = 4  # of policy_loss's statistics; nothing is masked here
 
 
 def linear_policy_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    row_index: Tensor | None,
-    temperature: float | Tensor,
+    of_head: tuple,
     advantages: Tensor,
     rollout_logp: Tensor,
     token_weight: Tensor,
@@ -28,13 +24,16 @@ def linear_policy_loss(
     settings: Settings,
     entropy_coef: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """loss (), logp (R,), entropy (R,), statistics (5,), float64; gradients flow into hidden and weight by autograd."""
+    """loss (), logp (R,), entropy (R,), statistics (5,), float64; gradients flow into hidden and weight by autograd.
+
+    of_head: linear_logprob's arguments.
+    """
+    hidden, weight, bias, targets, row_index, temperature, soft_cap = of_head
     kept = token_weight.nonzero()[:, 0]  # the rows that count
     if isinstance(temperature, Tensor):
         temperature = temperature[kept]
-    logp, _, entropy = head.linear_logprob(
-        hidden, weight, targets[kept], kept if row_index is None else row_index[kept], temperature
-    )
+    source = kept if row_index is None else row_index[kept]
+    logp, _, entropy = head.linear_logprob(hidden, weight, bias, targets[kept], source, temperature, soft_cap)
     total, statistics = loss_of_logp.policy_loss(
         logp,
         rollout_logp[kept],
