@@ -106,12 +106,15 @@ def _check(start: list[int], end: list[int], parent: list[int], subtree_end: lis
         message = f"nodes must cover the rows in order: node {node} starts at row {start[node]}, not at {rows}"
         need(start[node] == rows, message)
         need(end[node] > rows, f"node {node} ends at row {end[node]} but starts at {rows}; nodes are never empty")
+        closed = []
         while open_nodes and open_nodes[-1] != parent[node]:
-            close(open_nodes.pop(), rows)
+            closed.append(open_nodes.pop())
         message = f"node {node} has parent {parent[node]}: nodes must be depth-first, roots with parent -1"
         need(bool(open_nodes) or parent[node] == -1, message)
+        for above in closed:
+            close(above, rows)
         open_nodes.append(node)
         rows = end[node]
-    while open_nodes:
-        close(open_nodes.pop(), rows)
+    for above in open_nodes:
+        close(above, rows)
     need(rows < 2**31, f"{rows} rows; row numbers are 32-bit")
