@@ -11,13 +11,14 @@ from spiral_kernels.policy_loss import PolicyLoss, policy_loss, token_weights
 from spiral_kernels.prefix_tree import PrefixTree
 from spiral_kernels.set_advantages import SetAdvantages, flat_set_advantages, set_advantages
 from spiral_kernels.tree_attention import TreePlan, tree_attention
+from spiral_kernels.tree_logprobs import tree_logprobs
 
 __all__ = [
     "BackendError",
     "LinearPolicyLoss",
     "LogProbs",
-    "PrefixTree",
     "PolicyLoss",
+    "PrefixTree",
     "SetAdvantages",
     "TreePlan",
     "available_backends",
@@ -29,4 +30,5 @@ __all__ = [
     "set_advantages",
     "token_weights",
     "tree_attention",
+    "tree_logprobs",
 ]
