@@ -32,6 +32,7 @@ SIGNATURES = {
     "set_advantages": f"(rewards, sets, n_search, {GATE})",
     "token_weights": "(reduction, cu_seqlens, mask=None, *, n_problems=None, n_sequences=None, max_length=None)",
     "tree_attention": "(q, k, v, tree, *, scale=None)",
+    "tree_logprobs": "(model, segments, *, live=None, temperature=1.0, return_entropy=False)",
 }
 FIELDS = {
     "LinearPolicyLoss": "loss logp entropy ratio_mean ratio_max clip_low clip_high kl",
