@@ -75,14 +75,19 @@ struct Logit {
     float value, slope;  // soft_cap's derivative
 };
 
-// l * temperature of column v.
-template <bool BIAS, bool CAP, typename T> static inline Logit logit(const Tile<T> &tile, const T *logits, int64_t v) {
-    float x = load(logits[v]);
-    if constexpr (BIAS) x += tile.bias[v];
-    if constexpr (!CAP) return {x, 1.0f};
-    const Tanh t = hyperbolic_tangent(x / tile.soft_cap);
-    return {tile.soft_cap * t.value, t.slope};
-}
+// How a tile's products become l * temperature. Kept apart from the tile: a store to it cannot change these.
+template <bool BIAS, bool CAP> struct Head {
+    const float *bias;
+    float soft_cap;
+
+    template <typename T> Logit logit(const T *products, int64_t v) const {
+        float x = load(products[v]);
+        if constexpr (BIAS) x += bias[v];
+        if constexpr (!CAP) return {x, 1.0f};
+        const Tanh t = hyperbolic_tangent(x / soft_cap);
+        return {soft_cap * t.value, t.slope};
+    }
+};
 
 // Calls f(does the head have a bias, a soft cap) with constants, so that a plain head's loops hold neither.
 template <typename T, typename F> static void with_head(const Tile<T> &tile, F f) {
@@ -103,17 +108,19 @@ static void sums_of_rows(const Tile<T> &tile, RowSums sums, float *factors, int 
     constexpr float INF = std::numeric_limits<float>::infinity();
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && tile.rows > 1)
     for (int64_t row = 0; row < tile.rows; ++row) {
+        const Head<BIAS, CAP> head{tile.bias, tile.soft_cap};
         T *logits = tile.data + row * tile.columns;
         const int64_t columns = tile.columns, target = tile.targets[row] - tile.first;
         const float scale = tile.scale[row];
         const bool inside = target >= 0 && target < columns;
         const Range others[] = {{0, inside ? target : columns}, {inside ? target + 1 : columns, columns}};
 
+        const Head<BIAS, false> uncapped{tile.bias, 0};
         float highest = -INF;
         for (const Range &range : others) {
 #pragma omp simd reduction(max : highest)
             for (int64_t v = range.begin; v < range.end; ++v) {
-                float x = logit<BIAS, false>(tile, logits, v).value;
+                float x = uncapped.logit(logits, v).value;
                 highest = x > highest ? x : highest;
             }
         }
@@ -127,7 +134,7 @@ static void sums_of_rows(const Tile<T> &tile, RowSums sums, float *factors, int 
         for (const Range &range : others) {
 #pragma omp simd reduction(+ : sum, weighted)
             for (int64_t v = range.begin; v < range.end; ++v) {
-                const Logit l = logit<BIAS, CAP>(tile, logits, v);
+                const Logit l = head.logit(logits, v);
                 float x = l.value * scale - origin;
                 float e = exponential(x);
                 sum += e;
@@ -158,6 +165,7 @@ template <bool BIAS, bool CAP, bool ENTROPY, typename T>
 static void gradient_of_rows(const Tile<T> &tile, RowGradient of, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && tile.rows > 1)
     for (int64_t row = 0; row < tile.rows; ++row) {
+        const Head<BIAS, CAP> head{tile.bias, tile.soft_cap};
         T *logits = tile.data + row * tile.columns;
         const int64_t columns = tile.columns, target = tile.targets[row] - tile.first;
         const float scale = tile.scale[row], origin = of.origin[row], log_norm = of.log_norm[row];
@@ -165,7 +173,7 @@ static void gradient_of_rows(const Tile<T> &tile, RowGradient of, int threads) {
         const float of_entropy = ENTROPY ? of.of_entropy[row] * scale : 0, entropy = ENTROPY ? of.entropy[row] : 0;
 #pragma omp simd
         for (int64_t v = 0; v < columns; ++v) {
-            const Logit l = logit<BIAS, CAP>(tile, logits, v);
+            const Logit l = head.logit(logits, v);
             const float log_p = l.value * scale - origin - log_norm;
             float d = -grad;
             if constexpr (ENTROPY) d += of_entropy * ((log_p < LOWEST ? LOWEST : log_p) + entropy);
