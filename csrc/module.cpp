@@ -103,11 +103,14 @@ template <typename T> static void define_prefix_tree(nb::module_ &m) {
           nb::arg("sampled").noconvert(), nb::arg("live").noconvert().none(), nb::arg("min_shared_run"));
 }
 
+void define_tree_attention(nb::module_ &m);  // tree_attention_module.cpp
+
 NB_MODULE(_native, m) {
     define<float>(m);
     define<bfloat16>(m);
     define_prefix_tree<int32_t>(m);
     define_prefix_tree<int64_t>(m);
+    define_tree_attention(m);
     m.def("instruction_set", &spiral::instruction_set, "Instruction set the row kernels use: avx512, avx2 or base.");
     m.def(
         "use_instruction_set",

@@ -1,0 +1,29 @@
+"""tree_attention in C++ (csrc/tree_attention.cpp): CPU, float32 and bfloat16, torch's number of threads.
+
+Tiles of 64 queries and 64 keys of a head; tiles in which nothing is visible are skipped, others cut to the rows and keys
+that are. All arithmetic in float32. Beyond the results: k and v once in float32 (the backward: twice), and in the
+backward for each thread the queries and gradients of the heads that it works on.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spiral_kernels import _native
+from spiral_kernels.tree_attention.plan import TreePlan
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, plan: TreePlan, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
+    _native.tree_attention_forward(q, k, v, plan.visible_until, scale, out, lse, torch.get_num_threads())
+    return out, lse
+
+
+def backward(
+    d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: TreePlan, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradients = tuple(torch.empty(x.shape) for x in (q, k, v))
+    threads = torch.get_num_threads()
+    _native.tree_attention_backward(d_out, q, k, v, out, lse, plan.visible_until, scale, *gradients, threads)
+    return gradients
