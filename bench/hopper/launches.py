@@ -77,19 +77,18 @@ def policy_loss() -> None:
 
 
 def set_advantages() -> None:
-    """With and without the gate, rewards 0/1 as float32 and as whole numbers."""
-    from spiral_kernels.set_advantages.triton import set_advantages_triton
+    """Rewards as float32 with the gate, as whole numbers without."""
+    from spiral_kernels.set_advantages.triton import launch
 
-    problems, sets, size, traces = 256, 4, 4, 8
+    problems, traces = 256, 256 * 8
+    sets, members = 4 * problems, 16 * problems
 
     def whole(n: int) -> torch.Tensor:
-        return torch.zeros(n, dtype=torch.int64)  # read by the launcher: that nothing is at fault
+        return meta(n, dtype=torch.int64)
 
-    n_sets, n_traces = problems * sets, problems * traces
-    offsets = (whole(n_sets + 1), whole(n_sets * size), whole(n_sets + 1), whole(problems + 1), whole(problems + 1))
-    lengths = (whole(n_traces), whole(n_sets * size))
-    set_advantages_triton(torch.zeros(n_sets * size), *offsets, *lengths, 4096, 2048, n_traces)
-    set_advantages_triton(whole(n_sets * size), *offsets, None, None, None, None, n_traces)
+    of_sets = whole(sets + 1), whole(members), whole(sets + 1), whole(problems + 1), whole(problems + 1)
+    launch(meta(members), *of_sets, whole(traces), whole(members), 4096, 2048, traces)
+    launch(whole(members), *of_sets, None, None, None, None, traces)
 
 
 OPERATIONS = (head_rows, head_forward, policy_loss, set_advantages)

@@ -186,7 +186,7 @@ def test_flat_form_with_ragged_sets_sizes_and_aggregations(problems):
     each = iter(expected)
     expected = [next(each) if sets else missing[p] for p, (_, sets, _) in enumerate(problems)]
     search, aggregation, set_credit, appearances = zip(*expected, strict=True)
-    for backend in ("torch", "numba"):
+    for backend in [name for name, why_not in available_backends("set_advantages").items() if not why_not]:
         force_backend(backend, "set_advantages")
         found = flat_set_advantages(*flat(problems))
         force_backend(None, "set_advantages")
@@ -259,4 +259,4 @@ def test_opcheck(device):
     lengths = torch.arange(6, device=device), torch.arange(12, device=device)
     offsets = [torch.tensor(o, device=device) for o in ([0, 5, 12], [0, 1, 3, 4, 5], [0, 2, 5], [0, 6], [0, 2])]
     for targets in ((None, None), (3, 4)):
-        torch.library.opcheck(torch.ops.spiral_kernels.set_advantages, (rewards, *offsets, *lengths, *targets))
+        torch.library.opcheck(torch.ops.spiral_kernels.set_advantages, (rewards, *offsets, *lengths, *targets, 6))

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spiral_kernels.dispatch import choose_backend, register_backends
+from spiral_kernels.dispatch import choose_backend, register_backends, triton_unavailable
 from spiral_kernels.set_advantages.reference import set_advantages_reference
 
 __all__ = ["SetAdvantages", "flat_set_advantages", "set_advantages"]
@@ -97,13 +97,13 @@ def flat_set_advantages(
     lengths (T,) and (R,) int64. Returns search (T,), aggregation (R,), set (S,), appearances (T,); dtypes and errors as
     `set_advantages`.
     """
+    n_traces = _check(rewards, reward_offsets, members, member_offsets, trace_offsets, set_offsets)
     for name, length, target, like in (
-        ("search", search_length, search_target, int(trace_offsets[-1])),
+        ("search", search_length, search_target, n_traces),
         ("aggregation", aggregation_length, aggregation_target, len(rewards)),
     ):
         if target is not None and (length is None or len(length) != like):
             raise ValueError(f"{name}_target is {target}: {name}_length must hold {like} lengths")
-    _check(rewards, reward_offsets, members, member_offsets, trace_offsets, set_offsets)
     credits = torch.ops.spiral_kernels.set_advantages(
         rewards,
         reward_offsets,
@@ -115,27 +115,38 @@ def flat_set_advantages(
         aggregation_length,
         search_target,
         aggregation_target,
+        n_traces,
     )
     return SetAdvantages(*credits)
 
 
-def _check(rewards, reward_offsets, members, member_offsets, trace_offsets, set_offsets) -> None:
-    if not torch.isfinite(rewards).all():
+def _check(rewards, reward_offsets, members, member_offsets, trace_offsets, set_offsets) -> int:
+    """The number of traces. Waits for the device once; what lies inside the sets is checked by the backends."""
+    named = {
+        "reward_offsets": reward_offsets,
+        "member_offsets": member_offsets,
+        "trace_offsets": trace_offsets,
+        "set_offsets": set_offsets,
+    }
+    finite = torch.isfinite(rewards).all().long()
+    firsts, steps, ends = (
+        [of(offsets) for offsets in named.values()]
+        for of in (lambda o: o[0], lambda o: torch.cat([o.diff(), o.new_ones(1)]).amin(), lambda o: o[-1])
+    )
+    finite, *numbers = torch.stack([finite, *firsts, *steps, *ends]).tolist()
+    if not finite:
         raise ValueError("rewards: not finite")
-    n_sets, n_traces = len(reward_offsets) - 1, int(trace_offsets[-1])
-    ends = (int(reward_offsets[-1]), int(member_offsets[-1]), int(set_offsets[-1]), len(member_offsets) - 1)
+    for name, first, step in zip(named, numbers[:4], numbers[4:8], strict=True):
+        if first != 0 or step < 0:
+            raise ValueError(f"{name}: must start at 0 and never fall")
+    n_sets = len(reward_offsets) - 1
+    found = (numbers[8], numbers[9], numbers[11], len(member_offsets) - 1)
     expected = (len(rewards), len(members), n_sets, n_sets)
-    if ends != expected:
-        raise ValueError(f"offsets of rewards, members, sets end at {ends[:3]}: expected {expected[:3]}")
-    if n_sets and int(reward_offsets.diff().min()) < 1:
+    if found != expected:
+        raise ValueError(f"offsets of rewards, members, sets end at {found[:3]}: expected {expected[:3]}")
+    if numbers[4] < 1:
         raise ValueError("reward_offsets: every set needs at least one aggregation")
-    set_of_member = torch.repeat_interleave(torch.arange(n_sets, device=members.device), member_offsets.diff())
-    problem = torch.repeat_interleave(torch.arange(len(set_offsets) - 1, device=members.device), set_offsets.diff())
-    problem = problem[set_of_member]
-    if not ((trace_offsets[problem] <= members) & (members < trace_offsets[problem + 1])).all():
-        raise ValueError("members: a set contains a trace of another problem, or none at all")
-    if len(torch.unique(set_of_member * n_traces + members)) != len(members):
-        raise ValueError("members: a set contains the same trace twice")
+    return numbers[10]
 
 
 @torch.library.custom_op(
@@ -143,22 +154,24 @@ def _check(rewards, reward_offsets, members, member_offsets, trace_offsets, set_
     mutates_args=(),
     schema="(Tensor rewards, Tensor reward_offsets, Tensor members, Tensor member_offsets, Tensor trace_offsets, "
     "Tensor set_offsets, Tensor? search_length, Tensor? aggregation_length, SymInt? search_target, "
-    "SymInt? aggregation_target) -> (Tensor search, Tensor aggregation, Tensor set, Tensor appearances)",
+    "SymInt? aggregation_target, SymInt n_traces) "
+    "-> (Tensor search, Tensor aggregation, Tensor set, Tensor appearances)",
 )
-def _set_advantages(rewards, *offsets_lengths_and_targets):
+def _set_advantages(rewards, *offsets_lengths_targets_and_count):
     backend = choose_backend("set_advantages", rewards.device, rewards.dtype)
-    if backend == "numba":
+    if backend == "triton":
+        from spiral_kernels.set_advantages.triton import set_advantages_triton as run
+    elif backend == "numba":
         from spiral_kernels.set_advantages.numba import set_advantages_numba as run
     else:
         run = set_advantages_reference
-    *credits, appearances = run(rewards, *offsets_lengths_and_targets)
+    *credits, appearances = run(rewards, *offsets_lengths_targets_and_count)
     return *(credit.to(_credit_dtype(rewards)) for credit in credits), appearances
 
 
 @_set_advantages.register_fake
-def _(rewards, reward_offsets, *_):
-    dtype = _credit_dtype(rewards)
-    n_traces = torch.library.get_ctx().new_dynamic_size()
+def _(rewards, reward_offsets, *others):
+    dtype, n_traces = _credit_dtype(rewards), others[-1]
     return (
         rewards.new_empty(n_traces, dtype=dtype),
         rewards.new_empty(len(rewards), dtype=dtype),
@@ -186,4 +199,11 @@ def _numba_unavailable() -> str | None:
     return None
 
 
-register_backends("set_advantages", {"numba": _no_numba, "torch": lambda device, dtype: None})
+register_backends(
+    "set_advantages",
+    {
+        "triton": lambda device, dtype: triton_unavailable(device),
+        "numba": _no_numba,
+        "torch": lambda device, dtype: None,
+    },
+)

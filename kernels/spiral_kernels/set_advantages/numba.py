@@ -7,7 +7,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from spiral_kernels.set_advantages.reference import MAX_EXACT, TOLERANCE
+from spiral_kernels.set_advantages.reference import MAX_EXACT, TOLERANCE, refuse_members
 
 
 def set_advantages_numba(
@@ -21,9 +21,13 @@ def set_advantages_numba(
     aggregation_length: Tensor | None,
     search_target: int | None,
     aggregation_target: int | None,
+    n_traces: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `set_advantages_reference`, for CPU tensors."""
-    offsets = (t.numpy() for t in (reward_offsets, members, member_offsets, trace_offsets, set_offsets))
+    _, *of_members = offsets = [
+        t.numpy() for t in (reward_offsets, members, member_offsets, trace_offsets, set_offsets)
+    ]
+    refuse_members(_member_fault(*of_members, n_traces))
     search, aggregation, set_credit, appearances = _credits(rewards.double().numpy(), *offsets)
     for credit, length, target in (
         (search, search_length, search_target),
@@ -32,6 +36,21 @@ def set_advantages_numba(
         if target is not None:
             credit[(credit > 0) & (length.numpy() > target)] = 0.0
     return tuple(torch.from_numpy(array) for array in (search, aggregation, set_credit, appearances))
+
+
+@njit(cache=True)
+def _member_fault(members, member_offsets, trace_offsets, set_offsets, n_traces):
+    last_set = np.full(n_traces, -1)  # that holds each trace
+    for p in range(len(set_offsets) - 1):
+        for s in range(set_offsets[p], set_offsets[p + 1]):
+            for e in range(member_offsets[s], member_offsets[s + 1]):
+                member = members[e]
+                if not trace_offsets[p] <= member < trace_offsets[p + 1]:
+                    return 2
+                if last_set[member] == s:
+                    return 1
+                last_set[member] = s
+    return 0
 
 
 @njit(cache=True)

@@ -22,12 +22,15 @@ def set_advantages_reference(
     aggregation_length: Tensor | None,
     search_target: int | None,
     aggregation_target: int | None,
+    n_traces: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Flat form, see `flat_set_advantages`: search (T,), aggregation (R,), set (S,) float64 and appearances (T,) int64.
 
     Scores are carried as numerators over L, the least common multiple of the problem's numbers of aggregations per set:
     with integer rewards every number below is an integer until the one division at the end, so zeros are exact.
+    Raises ValueError where a set's members are not distinct traces of its problem.
     """
+    refuse_members(member_fault(members, member_offsets, trace_offsets, set_offsets, n_traces))
     rewards = rewards.double()
     n_aggregations = reward_offsets.diff()  # (S,)
     n_sets = set_offsets.diff().clamp(min=1)  # (P,); a problem without sets has no credit to divide
@@ -67,6 +70,24 @@ def set_advantages_reference(
         decide(set_credit, problem_of_set, None, None),
         appearances,
     )
+
+
+def member_fault(
+    members: Tensor, member_offsets: Tensor, trace_offsets: Tensor, set_offsets: Tensor, n_traces: int
+) -> int:
+    """0: each set's members are distinct traces of its problem; 1: one is there twice; 2: one is not of its problem."""
+    set_of_member = _owners(member_offsets.diff())
+    problem = _owners(set_offsets.diff())[set_of_member]
+    if not ((trace_offsets[problem] <= members) & (members < trace_offsets[problem + 1])).all():
+        return 2
+    return int(len(torch.unique(set_of_member * n_traces + members)) != len(members))
+
+
+def refuse_members(fault: int) -> None:
+    """Raises ValueError for what `member_fault` found."""
+    if fault:
+        what = "the same trace twice" if fault == 1 else "a trace of another problem, or none at all"
+        raise ValueError(f"members: a set contains {what}")
 
 
 def _owners(sizes: Tensor) -> Tensor:

@@ -1,0 +1,29 @@
+"""set_advantages's Triton kernel without a GPU: cases of test_set_advantages.py and its own in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+def test_values_in_the_interpreter():
+    """The interpreter is chosen when a process starts."""
+    files = [
+        str(Path(__file__).with_name(name)) for name in ("test_set_advantages.py", "interpreted_set_advantages.py")
+    ]
+    cases = "interpreted or (cpu-triton and (gate or tolerance or opcheck))"
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", cases, *files],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout
+    assert "passed" in run.stdout and "skipped" not in run.stdout, run.stdout
