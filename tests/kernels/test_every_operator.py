@@ -37,6 +37,7 @@ def differentiable(*shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
 CU_SEQLENS = torch.tensor([0, 4, 4, TOKENS])
 TARGETS = torch.arange(TOKENS) % VOCABULARY
 ROWS = torch.arange(TOKENS) // 2
+FROZEN = random(VOCABULARY, HIDDEN, seed=4)
 ROLLOUT = random(TOKENS, seed=5)
 WEIGHTS = sk.token_weights("sequence_mean", CU_SEQLENS)
 PLAN = sk.TreePlan.of(sk.PrefixTree.from_segments([[[1, 2], [3, 4, 5]], [[1, 2], [3, 6]], [[7], [8, 9]]]))
@@ -47,6 +48,10 @@ CASES = {
         differentiable((TOKENS, HIDDEN), (VOCABULARY, HIDDEN)),
         lambda hidden, weight: sk.linear_logprob(hidden, weight, TARGETS, row_index=ROWS, return_entropy=True).logp,
     ),
+    "linear_logprob, frozen head": Case(
+        differentiable((TOKENS, HIDDEN)),
+        lambda hidden: sk.linear_logprob(hidden, FROZEN, TARGETS, bias=FROZEN[:, 0], soft_cap=3.0).logp,
+    ),
     "linear_policy_loss": Case(
         differentiable((TOKENS, HIDDEN), (VOCABULARY, HIDDEN)),
         lambda hidden, weight: (
@@ -54,6 +59,10 @@ CASES = {
                 hidden, weight, TARGETS, ROLLOUT, ROLLOUT, WEIGHTS, old_logp=ROLLOUT, tis_cap=2.0, entropy_coef=0.1
             ).loss
         ),
+    ),
+    "linear_policy_loss, frozen head": Case(
+        differentiable((TOKENS, HIDDEN)),
+        lambda hidden: sk.linear_policy_loss(hidden, FROZEN, TARGETS, ROLLOUT, ROLLOUT, WEIGHTS, row_index=ROWS).loss,
     ),
     "policy_loss": Case(
         differentiable((TOKENS,)),
@@ -121,7 +130,7 @@ def fresh(arguments, inputs):
     return tree_map(copy, arguments)
 
 
-@pytest.fixture(params=range(len(CALLS)), ids=[function.name().removeprefix(NAMESPACE) for function, *_ in CALLS])
+@pytest.fixture(params=range(len(CALLS)), ids=[f.name().removeprefix(NAMESPACE) for f, *_ in CALLS])
 def call(request):
     function, arguments, _ = CALLS[request.param]
     inputs = () if function.name().endswith("_backward") else [x for case in CASES.values() for x in case.inputs]

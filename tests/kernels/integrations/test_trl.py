@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -142,6 +143,8 @@ CASES = {
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0, "delta": None, **TWO_EPOCHS},
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, **TWO_EPOCHS},
     "sapo": {"loss_type": "sapo", **TWO_EPOCHS},
+    "vespo": {"loss_type": "vespo", **TWO_EPOCHS},
+    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence", "learning_rate": 0.03, **TWO_EPOCHS},
     "entropy_bonus": {"loss_type": "dapo", "entropy_coef": 0.1, **TWO_EPOCHS},
     # Not .5: the four first tokens of a prompt have one entropy, and rounding would decide which of them are above it.
     "high_entropy_tokens": {"loss_type": "dapo", "top_entropy_quantile": 0.8},
@@ -165,6 +168,17 @@ def test_same_training(models, tmp_path, case):
 def test_other_models(models, tmp_path, model, options):
     found, expected = (trained(models[model], tmp_path, ours=ours, **options) for ours in (True, False))
     assert_same(found, expected)
+
+
+def test_the_lines_of_the_docs(models, tmp_path):
+    """As they stand in docs/kernels.md; train() makes a step through our head."""
+    page = (Path(__file__).parents[3] / "docs" / "kernels.md").read_text()
+    (code,) = [c for c in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE) if "GRPOTrainer(" in c]
+    prepared = make_trainer(models["qwen3"], tmp_path, max_steps=1)
+    namespace = {"GRPOTrainer": trl.GRPOTrainer, "model": str(models["qwen3"]), "reward": reward}
+    exec(code, namespace | {"args": prepared.args, "dataset": prepared.train_dataset}, namespace)
+    assert namespace["trainer"].state.global_step == 1
+    assert namespace["trainer"].model.forward.__func__.__code__.co_filename == integration.__file__
 
 
 def test_bfloat16_autocast(models, tmp_path):

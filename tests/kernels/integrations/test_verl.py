@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 import types
 from pathlib import Path
@@ -140,7 +141,9 @@ def test_equals_verls_own_forward(verl, monkeypatch, entropy_coef):
 
     expected = run()
     monkeypatch.setattr(torch_functional.FusedLinearForPPO, "forward", torch_functional.FusedLinearForPPO.forward)
-    use_linear_logprob()
+    page = (Path(__file__).parents[3] / "docs" / "kernels.md").read_text()
+    (code,) = re.findall(r"^```python\n(from spiral_kernels.integrations.verl .*?)^```", page, re.DOTALL | re.MULTILINE)
+    exec(code, {})
     torch.testing.assert_close(run(), expected, rtol=1e-5, atol=2e-6)
     monkeypatch.setattr(head, "linear_logprob", zeros)
     with pytest.raises(AssertionError):
