@@ -435,3 +435,30 @@ def test_a_backend_that_cannot_serve_says_why():
 def test_rows_are_32_bit():
     with pytest.raises(ValueError, match="row numbers are 32-bit"):
         TreePlan.of(([0], [2**31], [-1], [2**31]))
+
+
+@pytest.mark.skipif(bool(BACKENDS["native"]), reason=str(BACKENDS["native"]))
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("instructions", ["base", "avx2", "avx512"])
+def test_native_instruction_sets_and_threads(instructions, threads):
+    from spiral_kernels import _native
+
+    best, n_threads = _native.instruction_set(), torch.get_num_threads()
+    nodes = tree_of(*TREES["two levels"])
+    try:
+        try:
+            _native.use_instruction_set(instructions)
+        except ValueError:
+            pytest.skip(f"no {instructions} here")
+        torch.set_num_threads(threads)
+        force_backend("native", "tree_attention")
+        for heads, d in (((9, 3), 64), ((4, 4), 20), ((2, 1), 3)):  # D that is no multiple of any vector
+            qkv, d_out = inputs(int(nodes[1][-1]), heads, d, torch.float32)
+            once = ours(qkv, d_out, nodes)
+            for mine, true in zip(once, truth(qkv, d_out, sees(nodes)), strict=True):
+                torch.testing.assert_close(mine.double(), true, rtol=1e-5, atol=1e-5)
+            assert all(map(torch.equal, once, ours(qkv, d_out, nodes)))
+    finally:
+        force_backend(None, "tree_attention")
+        torch.set_num_threads(n_threads)
+        _native.use_instruction_set(best)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spiral_kernels.dispatch import choose_backend, register_backends
-from spiral_kernels.linear_logprob import triton_why_not
+from spiral_kernels.linear_logprob import native_why_not, triton_why_not
 from spiral_kernels.prefix_tree import PrefixTree
 from spiral_kernels.tree_attention.plan import DTYPES, TreePlan
 from spiral_kernels.tree_attention.reference import accumulation_dtype
@@ -22,6 +22,7 @@ __all__ = ["TreePlan", "tree_attention"]
 # are fresh, of any strides and floating dtype. T = 0 never gets there. Two runs are bit-equal, and a row's result does
 # not depend on rows that it does not see.
 BACKENDS = {
+    "native": "spiral_kernels.tree_attention.native",
     "triton": "spiral_kernels.tree_attention.triton_kernels",
     "torch": "spiral_kernels.tree_attention.query_blocks",
     "cascade": "spiral_kernels.tree_attention.cascade",
@@ -160,6 +161,7 @@ def _cascade_why_not(device: torch.device, dtype: torch.dtype) -> str | None:
 register_backends(
     "tree_attention",
     {
+        "native": native_why_not,
         "triton": triton_why_not,
         "torch": _torch_why_not,
         "cascade": _cascade_why_not,
