@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from peft import PeftModel
 
+from spiral_fast.learner.cost import cost_of
 from spiral_fast.learner.rows import Row, micro_batches
 
 
@@ -36,6 +37,17 @@ class PaddedLearner:
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float64).item()  # in float32 off by 1e-3 at this size
         self.optimiser.step()
         return norm
+
+    def computed(self, rows: Sequence[Row]) -> tuple[int, float]:
+        """Tokens, padding among them, and FLOPs of a step: all of the rectangle attends and goes through the head."""
+        cost, tokens, flop = cost_of(self.model), 0, 0.0
+        for part in self._parts(rows):
+            n_prompt = max(len(rows[i].prompt) for i in part)
+            n_sampled = max(len(rows[i].tokens) for i in part)
+            n = n_prompt + n_sampled
+            tokens += len(part) * n
+            flop += len(part) * cost.flops(n, n * n, n_sampled + 1)
+        return tokens, flop
 
     def _parts(self, rows: Sequence[Row]) -> list[list[int]]:
         if self.sort:

@@ -1,11 +1,11 @@
-"""`pytest bench/learner --benchmark-only`: one step of each contender, packed and padded."""
+"""`pytest bench/learner --benchmark-only`: one step of each contender on the same rollouts."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from bench.learner.run import CASES, contenders, floor_flop
+from bench.learner.run import ALL_LIVE, CASES, contenders
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -16,14 +16,12 @@ def case(request):
     torch.set_num_threads(threads)
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["packed (ours)", "padded, sorted", "padded, batch order (TRL)"])
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", ALL_LIVE)
 def test_step(benchmark, case, name):
-    label, found, loaded, rows = case
+    label, found, _, rollouts = case
+    rows = rollouts.all_live
     benchmark.group = label
-    benchmark.extra_info |= {
-        "tokens": sum(row.computed_tokens for row in rows),
-        "gflop": floor_flop(loaded.model, rows) / 1e9,
-    }
-    norm = benchmark.pedantic(found[name], (rows,), rounds=3, warmup_rounds=1)
-    assert norm == pytest.approx(found["packed (ours)"](rows), rel=0.1 if "bfloat16" in label else 1e-3)
+    benchmark.extra_info |= dict(zip(("tokens", "flop"), found[name].computed(rows), strict=True))
+    norm = benchmark.pedantic(found[name].step, (rows,), rounds=3, warmup_rounds=1)
+    assert norm == pytest.approx(found["flat"].step(rows), rel=0.1 if "bfloat16" in label else 1e-3)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from peft import PeftModel
 from torch import nn
 
+from spiral_fast.learner.packed import Packed
+from spiral_fast.learner.rows import Row
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -19,6 +22,15 @@ class Cost:
 
     def flops(self, tokens: int, pairs: int, rows: int) -> float:
         return self.per_token * tokens + self.per_pair * pairs + self.per_row * rows
+
+    def of_row(self, row: Row) -> float:
+        """Of a row alone."""
+        n = row.computed_tokens
+        return self.flops(n, n * (n + 1) // 2, len(row.tokens))
+
+    def of_packed(self, packed: Packed) -> float:
+        pairs = int((packed.positions + 1).sum())  # a token attends to itself and to those before it on its path
+        return self.flops(packed.tokens.numel(), pairs, packed.targets.numel())
 
 
 def cost_of(model: PeftModel) -> Cost:

@@ -42,6 +42,8 @@ class StepStats:
     micro_batches: int = 0
     tokens_logical: int = 0  # prompt and sampled tokens of all rows
     tokens_computed: int = 0  # tokens run forward and backward
+    flops_logical: float = 0.0  # of all rows, each alone; as learner/cost.py counts
+    flops_computed: float = 0.0
     tokens_trained: int = 0  # sampled tokens of the live rows
     gradient_norm: float = 0.0  # before clipping
     clipped: bool = False
@@ -91,6 +93,7 @@ class Learner:
         update will be skipped, and the gradient is gone."""
         stats = StepStats(policy_version=self.policy_version, rows=len(rows), learning_rate=self._learning_rate())
         stats.tokens_logical = sum(len(row.prompt) + len(row.tokens) for row in rows)
+        stats.flops_logical = sum(self.cost.of_row(row) for row in rows)
         live = [index for index, row in enumerate(rows) if row.credit * row.weight != 0.0]
         check_rows(rows, live, self.max_context, ratio=True)
         self.optimiser.zero_grad()
@@ -184,6 +187,7 @@ class Learner:
             levels = _per_token([row.level for row in batch], packed, packed.targets)
             row_of = _per_token(part, packed, packed.targets)
             record.add(packed, out, token_loss, levels, row_of)
+            record.flops += self.cost.of_packed(packed)
 
     def loss_and_gradient(self, batch: Sequence[Row], packed: Packed) -> tuple[LinearPolicyLoss, TokenLoss]:
         """Adds the gradient of one micro-batch, packed from `batch`; its loss and log-probs, cut off from the graph."""
@@ -253,6 +257,7 @@ class _Record:
 
     def __init__(self):
         self.tokens_computed = 0
+        self.flops = 0.0
         self.loss: list[torch.Tensor] = []  # scalars, one per micro-batch; below (R,) each
         self.losses: list[torch.Tensor] = []
         self.log_ratios: list[torch.Tensor] = []
@@ -274,7 +279,7 @@ class _Record:
         log_ratio, entropy, levels = (torch.cat(x) for x in (self.log_ratios, self.entropies, self.levels))
         stats.loss = torch.stack(self.loss).double().sum().item()
         stats.micro_batches = len(self.loss)
-        stats.tokens_computed = self.tokens_computed
+        stats.tokens_computed, stats.flops_computed = self.tokens_computed, self.flops
         stats.tokens_trained = log_ratio.numel()
         gap = log_ratio.double()
         stats.logp_gap_mean = gap.abs().mean().item()

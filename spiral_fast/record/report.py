@@ -122,9 +122,10 @@ def _with_interval(value: float | None, interval: list[float] | None) -> str:
 
 
 def _totals(run: RunFolder) -> str:
-    """Sums over the steps, what was saved and what was clipped. The learner prunes rows and shares no prefix."""
+    """Sums over the steps, what was saved and what was clipped."""
     total = {}
-    measured = {key for row in run.metrics for key in row if key.startswith(("tokens/", "time/", "problems/"))}
+    summed = ("tokens/", "flops/", "time/", "problems/")
+    measured = {key for row in run.metrics for key in row if key.startswith(summed)}
     for key in sorted(measured.difference(NO_SUMS)):
         total[key] = fsum(value for value in run.series(key) if not isnan(value))
     if not total:
@@ -132,7 +133,8 @@ def _totals(run: RunFolder) -> str:
     rows = [[key, f"{value:,.1f} s" if key.startswith("time/") else f"{value:,.0f}"] for key, value in total.items()]
     for name, logical, computed in (
         ("prompt tokens not computed: shared prefixes", "tokens/prompt", "tokens/computed"),
-        ("learner tokens not computed: rows without credit", "tokens/learner_logical", "tokens/learner_computed"),
+        ("learner tokens not computed: prefixes, dead rows", "tokens/learner_logical", "tokens/learner_computed"),
+        ("learner FLOPs not computed: prefixes, dead rows", "flops/learner_logical", "flops/learner_computed"),
     ):
         if total.get(logical):
             rows.append([name, f"{1 - total.get(computed, 0) / total[logical]:.1%}"])

@@ -60,6 +60,8 @@ def learner_metrics(stats) -> dict[str, float]:
         "tokens/learner_logical": stats.tokens_logical,
         "tokens/learner_computed": stats.tokens_computed,
         "tokens/learner_trained": stats.tokens_trained,
+        "flops/learner_logical": stats.flops_logical,
+        "flops/learner_computed": stats.flops_computed,
         "learner/micro_batches": stats.micro_batches,
         "learner/live_rows": stats.live_rows,
         "skipped": stats.skipped_reason,

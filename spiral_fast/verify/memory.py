@@ -29,11 +29,11 @@ def memory_for_the_largest_step(subject: Subject) -> Result:
     budget, longest = subject.config.learner.micro_batch_tokens, subject.worst.longest
     affordable = SECONDS * subject.learner_tokens_per_s
     share = min(1.0, affordable / (budget + longest))
-    before = _start_peak(device)
+    before = start_peak(device)
     stats = subject.learner.step(_rows(subject, int(longest * share), int(budget * share)))
     if stats.skipped_reason:
         raise FloatingPointError(stats.skipped_reason)
-    peak = _peak(device)
+    peak = peak_bytes(device)
     note = f"row of {longest:,} tokens, micro-batch of {budget:,}"
     if share < 1:
         peak = before + (peak - before) / share
@@ -87,17 +87,17 @@ def _cache_bytes_per_token(subject: Subject) -> int:
     return 2 * len(model.get_decoder().layers) * heads * size * torch.finfo(subject.dtype).bits // 8
 
 
-def _start_peak(device: torch.device) -> float:
+def start_peak(device: torch.device) -> float:
     """Measure the peak anew from here on, where the system can; returns what is held now, bytes."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     elif sys.platform == "linux":
         Path("/proc/self/clear_refs").write_text("5")  # man 5 proc: resets VmHWM to what is resident now
-    return _peak(device)
+    return peak_bytes(device)
 
 
-def _peak(device: torch.device) -> float:
+def peak_bytes(device: torch.device) -> float:
     """Bytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()

@@ -151,7 +151,7 @@ def test_clipping_and_pruning_are_told(finished, tmp_path):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = " ".join(read(tmp_path / "run").text.split())
     assert "steps with a clipped gradient 66.7% of 3" in text
-    assert "learner tokens not computed: rows without credit 60.0%" in text
+    assert "learner tokens not computed: prefixes, dead rows 60.0%" in text
     assert "prompt tokens not computed: shared prefixes 75.0%" in text
     assert "clipped" not in read(finished).text  # older runs lack the metric
 

@@ -23,7 +23,7 @@ import torch
 from transformers import PreTrainedModel
 
 from spiral_fast.rollout.engine import Completion, NonFiniteLogits, PromptTooLong, Request, TokenCounts
-from spiral_fast.rollout.radix.decode import DecodeBatch
+from spiral_fast.rollout.radix.decode import decode_batch
 from spiral_fast.rollout.radix.model import WeightsWatch, serve
 from spiral_fast.rollout.radix.pool import Pool
 from spiral_fast.rollout.radix.prefill import Chunk, Plan, chunks
@@ -138,7 +138,7 @@ class RadixEngine:
         self._pool = Pool(
             served.layers, served.key_value_heads, served.head_dim, self._cache_tokens, served.dtype, served.device
         )
-        self._batch = DecodeBatch(self._pool)
+        self._batch = decode_batch(self._pool)
         self._rows = Rows([])
         self._waiting: dict[tuple[int, ...], deque[Entry]] = {}
         self._n_waiting = 0
@@ -187,9 +187,9 @@ class RadixEngine:
         finished, alive = self._sample(rows, hidden, torch.repeat_interleave(torch.tensor(sizes)).to(hidden.device))
         rows.select(np.flatnonzero(alive))
         running = np.add.reduceat(alive.astype(np.int64), np.cumsum([0] + sizes[:-1])).tolist()
-        paths = [self._tree.path_slots(members[0].node) for members, n in zip(groups, running, strict=True) if n]
-        if paths:
-            self._batch.add(paths, [n for n in running if n], rows.limit)
+        prompts = [members[0].node for members, n in zip(groups, running, strict=True) if n]
+        if prompts:
+            self._batch.add(prompts, [n for n in running if n], rows.limit)
             self._rows.append(rows)
         return finished
 
@@ -216,9 +216,9 @@ class RadixEngine:
         self._reserved += needed - missing
         if missing:
             node = self._tree.extend(node, prompt[matched:], self._pool.allocate(missing))
-            plan.compute(node, self._tree.path_slots(node))
+            plan.compute(node, node.path_slots())
         elif node.hidden is None and not plan.brings(node):
-            plan.compute_last(node, self._tree.path_slots(node))
+            plan.compute_last(node, node.path_slots())
             missing = 1
         for entry in members:
             entry.node = node

@@ -26,6 +26,14 @@ class Node:
         self.last_used = 0
         self.hidden = None  # the decoder's output at the last token (H,), where a prompt ended here
 
+    def path_slots(self) -> np.ndarray:
+        """Slots of the whole prefix that ends here, in token order."""
+        runs, node = [], self
+        while node.parent is not None:
+            runs.append(node.slots)
+            node = node.parent
+        return np.concatenate(runs[::-1]) if runs else np.empty(0, np.int64)
+
 
 class RadixTree:
     """Prefixes of one (policy version, adapter)."""
@@ -77,14 +85,6 @@ class RadixTree:
             if parent is not self.root and not parent.children and not parent.pins:
                 heapq.heappush(leaves, (parent.last_used, id(parent), parent))
         return np.concatenate(freed) if freed else np.empty(0, np.int64)
-
-    def path_slots(self, node: Node) -> np.ndarray:
-        """Slots of the whole prefix that ends at `node`, in token order."""
-        runs = []
-        while node is not self.root:
-            runs.append(node.slots)
-            node = node.parent
-        return np.concatenate(runs[::-1]) if runs else np.empty(0, np.int64)
 
     def _split(self, node: Node, at: int) -> Node:
         head = Node(node.tokens[:at], node.slots[:at], node.parent)
