@@ -30,13 +30,17 @@ class PaddedLearner:
 
     def step(self, rows: Sequence[Row]) -> float:
         """One update; the gradient's norm."""
-        self.optimiser.zero_grad()
-        for part in self._parts(rows):
-            self._loss([rows[i] for i in part]).backward()
+        self.accumulate(rows)
         gradient = torch.cat([parameter.grad.flatten() for parameter in self.parameters])
         norm = torch.linalg.vector_norm(gradient, dtype=torch.float64).item()  # in float32 off by 1e-3 at this size
         self.optimiser.step()
         return norm
+
+    def accumulate(self, rows: Sequence[Row]) -> None:
+        """The gradient of the rows' loss."""
+        self.optimiser.zero_grad()
+        for part in self._parts(rows):
+            self._loss([rows[i] for i in part]).backward()
 
     def computed(self, rows: Sequence[Row]) -> tuple[int, float]:
         """Tokens, padding among them, and FLOPs of a step: all of the rectangle attends and goes through the head."""
