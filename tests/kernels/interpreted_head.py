@@ -48,6 +48,21 @@ def test_shares_of_the_vocabulary_merge_to_the_same_sums(monkeypatch, programs):
     torch.testing.assert_close(entropy.double(), torch.special.entr(log_p.exp()).sum(1), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("vocabulary", [151936, 151937])
+def test_large_vocabularies(monkeypatch, vocabulary):
+    """In large tiles: the interpreter's time goes by their number."""
+    monkeypatch.setattr(triton_forward, "TILES", {torch.float32: (16, 8192, 16, 4, 1)})
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(3, 20), torch.randn(vocabulary, 20)
+    targets, scale = torch.tensor([vocabulary - 1, 0, 70_000]), torch.ones(3)
+    log_p = (hidden.double() @ weight.double().t()).log_softmax(1)
+    logp, _, _, entropy = softmax(
+        *triton_forward.row_sums(hidden, Head(weight, None, None), targets, None, scale, True)
+    )
+    torch.testing.assert_close(logp.double(), log_p.gather(1, targets[:, None])[:, 0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), torch.special.entr(log_p.exp()).sum(1), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(("rows", "tiles", "programs"), [(1, 1187, 1056), (16, 1187, 1056), (2000, 1187, 2000)])
 def test_enough_programs_for_every_processor(rows, tiles, programs):
     share = triton_forward._share(rows, tiles, torch.device("meta"))
