@@ -53,7 +53,7 @@ def use_linear_logprob(trainer) -> None:
         if model is not None:
             base = model.get_base_model() if hasattr(model, "get_base_model") else model
             _refuse_model(trainer, base)
-            _answer_here(base, trainer.temperature, in_float32, with_entropy)
+            answer_here(base, trainer.temperature, in_float32, with_entropy)
 
 
 def _refuse(trainer, unserved: bool, what: str, instead: str) -> None:
@@ -76,8 +76,8 @@ def _refuse_model(trainer, model: nn.Module) -> None:
     refuse(head.bias is not None and head.bias.requires_grad, what="a trained bias of the head")
 
 
-def _answer_here(model: nn.Module, temperature: float, in_float32: bool, with_entropy: bool) -> None:
-    """Calls of `model` with fused_lm_head=True are answered by linear_logprob, others as before."""
+def answer_here(model: nn.Module, temperature: float, in_float32: bool, with_entropy: bool) -> None:
+    """Calls of `model`, on which TRL has put its fused head, with fused_lm_head=True are answered by linear_logprob."""
     from trl.trainer.utils import FusedCausalLMOutput
 
     before = model.forward

@@ -25,6 +25,8 @@ from peft import LoraConfig  # noqa: E402
 from transformers import (  # noqa: E402
     Gemma2Config,
     Gemma2ForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -57,11 +59,15 @@ def models(tmp_path_factory):
     for name, make, settings in (
         ("qwen3", lambda s: Qwen3ForCausalLM(Qwen3Config(**s)), {"tie_word_embeddings": False}),
         ("qwen3_tied", lambda s: Qwen3ForCausalLM(Qwen3Config(**s)), {"tie_word_embeddings": True}),
+        ("phi", lambda s: PhiForCausalLM(PhiConfig(**s)), {"partial_rotary_factor": 1.0}),  # its head has a bias
         ("gemma2", lambda s: Gemma2ForCausalLM(Gemma2Config(**s)), {"final_logit_softcapping": 2.0}),
     ):
         torch.manual_seed(0)
         folders[name] = tmp_path_factory.mktemp(name)
-        make(SIZES | settings).save_pretrained(folders[name])
+        model = make(SIZES | settings)
+        if model.lm_head.bias is not None:
+            torch.nn.init.normal_(model.lm_head.bias)
+        model.save_pretrained(folders[name])
         tokenizer.save_pretrained(folders[name])
     return folders
 
@@ -95,7 +101,7 @@ def make_trainer(folder, tmp_path, *, lora: bool = False, **options) -> Recordin
         optim="sgd",
         max_grad_norm=1e9,
         lr_scheduler_type="constant",
-        **{"bf16": False, "gradient_checkpointing": False} | defaults | options,
+        **{"bf16": False} | defaults | options,
     )
     torch.manual_seed(0)
     trainer = Recording(
@@ -163,6 +169,7 @@ def test_same_training(models, tmp_path, case):
         ("qwen3_tied", {"lora": True, "beta": 0.1, **TWO_EPOCHS}),
         ("qwen3_tied", {"cast_lm_head_to_fp32": True}),
         ("gemma2", {"lora": True}),
+        ("phi", {"lora": True}),
     ],
 )
 def test_other_models(models, tmp_path, model, options):
