@@ -295,6 +295,22 @@ def test_the_cascades_merge_and_backward_are_exact(name):
         torch.testing.assert_close(mine, true, rtol=1e-11, atol=1e-12)
 
 
+def test_the_cascades_calls_fit_torchs_cuda_operators():
+    """Their shapes and argument order, by torch's own description of the operators: nothing is computed."""
+    from spiral_kernels.tree_attention import flash_cuda
+
+    if flash_cuda._flash_attn_varlen_forward is not None:
+        pytest.skip("flash-attn is installed and would serve")
+    nodes = tree_of(*TREES["two levels"])
+    plan = TreePlan.of(nodes)._replace(levels=levels.levels_of(*nodes, "meta"))
+    (q, k, v), d_out = inputs(int(nodes[1][-1]), dtype=torch.bfloat16)
+    q, k, v, d_out = (x.detach().to("meta") for x in (q, k, v, d_out))
+    out, lse = cascade.forward(q, k, v, plan, 0.25, flash_cuda)
+    assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:2], torch.float32)
+    gradients = cascade.backward(d_out, q, k, v, q, lse, plan, 0.25, flash_cuda)
+    assert [x.shape for x in gradients] == [x.shape for x in (q, k, v)]
+
+
 def test_levels_cover_each_visible_pair_once():
     for parents, lengths in TREES.values():
         nodes = tree_of(parents, lengths)
@@ -462,3 +478,16 @@ def test_native_instruction_sets_and_threads(instructions, threads):
         force_backend(None, "tree_attention")
         torch.set_num_threads(n_threads)
         _native.use_instruction_set(best)
+
+
+def test_offsets_are_64_bit(backend):
+    """Rows more than 2^31 elements apart; memory that is never touched is never had."""
+    need_dtype(backend, torch.bfloat16)
+    nodes, far = tree_of([-1, 0], [2, 2]), 2**30 + 8
+    qkv, d_out = inputs(4, (1, 1), 8, torch.bfloat16)
+    apart = [torch.empty(3 * far + 8, dtype=x.dtype).as_strided(x.shape, (far, 8, 1)) for x in qkv]
+    for x, values in zip(apart, qkv, strict=True):
+        x.copy_(values.detach())
+        x.requires_grad_()
+    for mine, true in zip(ours(apart, d_out, nodes), ours(qkv, d_out, nodes), strict=True):
+        assert torch.equal(mine, true)

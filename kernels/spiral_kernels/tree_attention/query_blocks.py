@@ -17,7 +17,7 @@ from spiral_kernels.tree_attention.flash_cpu import attend, attend_backward
 from spiral_kernels.tree_attention.plan import TreePlan
 from spiral_kernels.tree_attention.reference import accumulation_dtype
 
-BLOCK = 128  # query rows
+BLOCK = 64  # query rows
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, plan: TreePlan, scale: float) -> tuple[Tensor, Tensor]:
