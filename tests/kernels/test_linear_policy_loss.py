@@ -220,6 +220,11 @@ HEADS = [(True, None), (False, 3.0), (True, 3.0)]  # with a bias?, soft cap
 @pytest.mark.parametrize(("with_bias", "soft_cap"), HEADS)
 def test_bias_and_soft_cap(backend, small_tiles, with_bias, soft_cap, of_loss):
     check(Case(with_bias=with_bias, soft_cap=soft_cap), **of_loss)
+
+
+@pytest.mark.parametrize("of_loss", [SETTINGS[0], SETTINGS[4], SETTINGS[-1]], ids=str)
+@pytest.mark.parametrize(("with_bias", "soft_cap"), HEADS)
+def test_bias_and_soft_cap_in_bfloat16(backend, small_tiles, with_bias, soft_cap, of_loss):
     check_bfloat16(Case(rows=64, size=64, dtype=torch.bfloat16, with_bias=with_bias, soft_cap=soft_cap), **of_loss)
 
 

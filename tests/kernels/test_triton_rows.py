@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-LEFT_OUT = ("bfloat16", "49152", "15193", "memory", "31_logits", "on_cuda", "any_shape", "interpreter")
+# Large vocabularies: the interpreter's time goes by the number of tiles; interpreted_head.py has them in large ones.
+LEFT_OUT = ("bfloat16", "32000", "15193", "memory", "31_logits", "on_cuda", "any_shape", "opcheck", "compiles")
 
 
 def interpret(file: str, cases: str) -> None:
