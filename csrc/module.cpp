@@ -104,6 +104,7 @@ template <typename T> static void define_prefix_tree(nb::module_ &m) {
 }
 
 void define_tree_attention(nb::module_ &m);  // tree_attention_module.cpp
+void define_decode_attention(nb::module_ &m);  // decode_attention_module.cpp
 
 NB_MODULE(_native, m) {
     define<float>(m);
@@ -111,6 +112,7 @@ NB_MODULE(_native, m) {
     define_prefix_tree<int32_t>(m);
     define_prefix_tree<int64_t>(m);
     define_tree_attention(m);
+    define_decode_attention(m);
     m.def("instruction_set", &spiral::instruction_set, "Instruction set the row kernels use: avx512, avx2 or base.");
     m.def(
         "use_instruction_set",

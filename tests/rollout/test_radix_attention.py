@@ -7,9 +7,16 @@ import pytest
 import torch
 
 from spiral_fast.rollout.radix import prefill
-from spiral_fast.rollout.radix.decode import DecodeBatch
+from spiral_fast.rollout.radix.decode import in_place_unavailable
+from spiral_fast.rollout.radix.decode_copies import CopiedPrompts
 from spiral_fast.rollout.radix.pool import Pool
 from spiral_fast.rollout.radix.prefill import Chunk, Run, chunks
+from spiral_fast.rollout.radix.runs import shared_runs
+from spiral_fast.rollout.radix.tree import RadixTree
+
+InPlace = None
+if in_place_unavailable() is None:
+    from spiral_fast.rollout.radix.decode_in_place import InPlace
 
 HEAD_DIM, SCALE = 8, 0.3
 HEADS = [(4, 4), (4, 2), (6, 1)]  # query heads, key heads
@@ -85,39 +92,67 @@ def test_a_run_that_is_not_written_leaves_the_pool_alone():
     assert torch.equal(pool.keys[0][1:], before)
 
 
+def tree_prompts(tree, pool, lengths, draw):
+    """New prompts, every second one below the one before: their nodes, keys and values."""
+    found, made = {}, []
+    for i, length in enumerate(lengths):
+        above = made[-1] if i % 2 else None
+        key, value = draw(length), draw(length)
+        slots = pool.allocate(length)
+        pool.write(0, torch.from_numpy(slots), key, value)
+        tokens = np.full(length, len(tree.root.children))  # another first token than all children's
+        if above:
+            node = tree.extend(above, tokens, slots)
+            key, value = (torch.cat([a, b]) for a, b in zip(found[above], (key, value), strict=True))
+        else:
+            node = tree.extend(tree.root, tokens, slots)
+        found[node] = key, value
+        made.append(node)
+    return found
+
+
+BATCHES = {
+    "in place float32": (InPlace, torch.float32, 2e-6),
+    "in place bfloat16": (InPlace, torch.bfloat16, 4e-3),
+    "copies float64": (CopiedPrompts, torch.float64, 1e-12),
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.parametrize("lengths", [[9, 9, 9], [1, 5, 200, 14, 600]])
-@pytest.mark.parametrize("q_heads,kv_heads", HEADS)
-def test_decode(q_heads, kv_heads, lengths):
+@pytest.mark.parametrize("q_heads,kv_heads,head_dim", [(4, 4, 8), (4, 2, 64), (6, 1, 24)])
+def test_decode(q_heads, kv_heads, head_dim, lengths, kind):
     """Groups of several sizes come and go; prompts of several length bands; own parts of several lengths."""
+    batch_class, dtype, error = BATCHES[kind]
+    if batch_class is None:
+        pytest.skip("spiral_kernels._native is not built")
     torch.manual_seed(0)
     rng = np.random.default_rng(0)
-    pool = new_pool(kv_heads)
-    batch = DecodeBatch(pool)
+    pool = Pool(1, kv_heads, head_dim, 6000, dtype, CPU)
+    batch = batch_class(pool)
+    tree = RadixTree()
     history: list[tuple[torch.Tensor, torch.Tensor]] = []  # keys and values each row sees
 
-    def draw(n, heads):
-        return torch.randn(n, heads, HEAD_DIM, dtype=torch.float64)
+    def draw(n, heads=kv_heads):
+        return torch.randn(n, heads, head_dim, dtype=torch.float64).to(dtype)
 
     def admit(sizes):
-        paths = []
-        for length, members in zip(lengths, sizes, strict=True):
-            slots = pool.allocate(length)
-            key, value = draw(length, kv_heads), draw(length, kv_heads)
-            pool.write(0, torch.from_numpy(slots), key, value)
-            paths.append(slots)
-            history.extend([(key, value)] * members)
-        batch.add(paths, list(sizes), np.full(sum(sizes), 64))
+        prompts = tree_prompts(tree, pool, lengths, draw)
+        for seen, members in zip(prompts.values(), sizes, strict=True):
+            history.extend([seen] * members)
+        batch.add(list(prompts), list(sizes), np.full(sum(sizes), 64))
 
     def step():
         rows = len(batch)
         assert rows == len(history)
         batch.begin_step()
-        query, key, value = draw(rows, q_heads), draw(rows, kv_heads), draw(rows, kv_heads)
+        query, key, value = draw(rows, q_heads), draw(rows), draw(rows)
         for r in range(rows):
             history[r] = torch.cat([history[r][0], key[r : r + 1]]), torch.cat([history[r][1], value[r : r + 1]])
         out = batch.attend(0, *(model_order(x) for x in (query, key, value)), SCALE)[0]
-        expected = torch.stack([dense(query[r], *history[r]) for r in range(rows)])
-        torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+        assert out.dtype == dtype
+        expected = torch.stack([dense(query[r].double(), *(x.double() for x in history[r])) for r in range(rows)])
+        torch.testing.assert_close(out.double(), expected, rtol=error, atol=error)
 
     def drop(rows):
         alive = np.ones(len(batch), bool)
@@ -141,3 +176,67 @@ def test_decode(q_heads, kv_heads, lengths):
     drop([0])
     admit([2] * len(lengths))
     step()
+
+
+@pytest.mark.skipif(InPlace is None, reason="spiral_kernels._native is not built")
+def test_a_row_gives_its_own_slots_back_and_never_takes_more_than_its_limit():
+    pool = Pool(1, 1, 8, 200, torch.float32, CPU)
+    batch = InPlace(pool)
+    prompts = tree_prompts(RadixTree(), pool, [5], lambda n: torch.zeros(n, 1, 8))
+    batch.add(list(prompts), [2], np.array([70, 3]))
+    for _ in range(3):
+        batch.begin_step()
+    assert pool.held == 5 + 32 + 3
+    batch.remove((np.empty(0, int), np.empty(0, int)), 1)  # the second row leaves
+    for _ in range(66):
+        batch.begin_step()
+    assert pool.held == 5 + 70
+    batch.remove((np.empty(0, int), np.empty(0, int)), 0)
+    assert pool.held == 5
+
+
+@pytest.mark.skipif(InPlace is None, reason="spiral_kernels._native is not built")
+@pytest.mark.parametrize("instruction_set", ["avx512", "avx2", "base"])
+def test_decode_with_every_instruction_set(instruction_set):
+    from spiral_kernels import _native
+
+    before = _native.instruction_set()
+    try:
+        _native.use_instruction_set(instruction_set)
+    except ValueError:
+        pytest.skip("this processor lacks it")
+    try:
+        test_decode(6, 2, 40, [1, 5, 200, 14], "in place float32")
+        test_decode(4, 2, 64, [70, 5], "in place bfloat16")
+    finally:
+        _native.use_instruction_set(before)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_shared_runs_against_brute_force(seed):
+    """Each token of each prompt in one run, in order; a run's rows are those with it; no two runs could be one."""
+    rng = np.random.default_rng(seed)
+    tree = RadixTree()
+    slot = iter(range(1, 10**6))
+    nodes, prompts = [], []
+    for _ in range(rng.integers(1, 12)):
+        tokens = rng.integers(0, 2, rng.integers(1, 12))
+        node, matched = tree.find(tokens)
+        if matched < len(tokens):
+            node = tree.extend(node, tokens[matched:], np.array([next(slot) for _ in tokens[matched:]]))
+        nodes.append(node)
+    rows = [nodes[i] for i in rng.integers(0, len(nodes), rng.integers(1, 20))]
+    prompts = [node.path_slots().tolist() for node in rows]
+    slots, below, places = shared_runs(rows)
+    runs = [slots.values[a:b].tolist() for a, b in zip(slots.offsets, slots.offsets[1:], strict=False)]
+    of_run = [set(below.values[a:b].tolist()) for a, b in zip(below.offsets, below.offsets[1:], strict=False)]
+    run_at = np.repeat(np.arange(len(runs)), np.diff(below.offsets))
+    for row, prompt in enumerate(prompts):
+        mine = places.values[places.offsets[row] : places.offsets[row + 1]]
+        assert (below.values[mine] == row).all()
+        assert [s for place in mine for s in runs[run_at[place]]] == prompt
+    for run, who in zip(runs, of_run, strict=True):
+        assert who == {row for row, prompt in enumerate(prompts) if run[0] in prompt}
+    read = sum(map(len, runs))
+    assert read == len({s for prompt in prompts for s in prompt})  # every shared slot once
+    assert len({frozenset(who) for who in of_run}) == len(of_run)

@@ -86,7 +86,7 @@ def test_tree_against_a_set_of_prefixes(actions):
         assert set(now) == prefixes and tree.size == len(prefixes)
         assert set(now.values()) == slots.out
         for node, path in pinned:
-            assert tree.path_slots(node).tolist() == [now[path[:n]] for n in range(1, len(path) + 1)]
+            assert node.path_slots().tolist() == [now[path[:n]] for n in range(1, len(path) + 1)]
 
 
 def test_least_recently_used_leaves_go_first():
@@ -103,7 +103,7 @@ def test_least_recently_used_leaves_go_first():
 def test_a_node_still_ends_at_its_prefix_after_a_split():
     tree, slots = RadixTree(), Slots()
     node, _ = insert(tree, slots, [1, 2, 3, 4])
-    path = tree.path_slots(node).tolist()
+    path = node.path_slots().tolist()
     head, matched = tree.find([1, 2, 9])
-    assert matched == 2 and tree.path_slots(head).tolist() == path[:2]
-    assert tree.path_slots(node).tolist() == path
+    assert matched == 2 and head.path_slots().tolist() == path[:2]
+    assert node.path_slots().tolist() == path

@@ -33,17 +33,21 @@ class DecodeBatch(Protocol):
 
 
 def decode_batch(pool: Pool) -> DecodeBatch:
+    """In place where the native kernel serves (CPU, float32 and bfloat16), else in torch with copies."""
     keys = pool.keys[0]
-    if keys.device.type == "cpu" and keys.dtype in (torch.float32, torch.bfloat16) and _native_serves():
+    if keys.device.type == "cpu" and keys.dtype in (torch.float32, torch.bfloat16) and in_place_unavailable() is None:
         from spiral_fast.rollout.radix.decode_in_place import InPlace
 
         return InPlace(pool)
     return CopiedPrompts(pool)
 
 
-def _native_serves() -> bool:
-    if native_unavailable() is not None:
-        return False
-    from spiral_kernels import _native
+def in_place_unavailable() -> str | None:
+    """Why the native decode kernel cannot be used; None if it can."""
+    reason = native_unavailable()
+    if reason is None:
+        from spiral_kernels import _native
 
-    return hasattr(_native, "decode_runs")  # not in a module built from older sources
+        if not hasattr(_native, "decode_runs"):
+            reason = "spiral_kernels._native was built from older sources; reinstall spiral-fast"
+    return reason

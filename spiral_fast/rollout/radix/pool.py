@@ -34,6 +34,11 @@ class Pool:
             self._grow()
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
+    @property
+    def held(self) -> int:
+        """Slots handed out and not given back."""
+        return self._top - 1 - sum(map(len, self._free))
+
     def free(self, slots: np.ndarray) -> None:
         if len(slots):
             self._free.append(slots)
