@@ -33,7 +33,7 @@ static spiral::Heads heads_of(const Tensor &x) {
 
 static spiral::TreeAttention attention_of(const Tensor &q, const Tensor &k, const Tensor &v,
                                           const Array<const int32_t, 1> &visible_until, double scale, int threads) {
-    const auto same = [](const Tensor &a, const Tensor &b) { return a.shape(0) == b.shape(0) && a.shape(2) == b.shape(2); };
+    const auto same = [](auto &a, auto &b) { return a.shape(0) == b.shape(0) && a.shape(2) == b.shape(2); };
     if (!same(q, k) || !same(k, v) || k.shape(1) != v.shape(1) || k.shape(1) == 0 || q.shape(1) % k.shape(1) != 0 ||
         visible_until.shape(0) != q.shape(0))
         throw nb::value_error("q (T, Hq, D), k and v (T, Hkv, D), visible_until (T,)");
