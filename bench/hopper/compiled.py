@@ -30,7 +30,7 @@ class Row(NamedTuple):
     operation: str  # of launches.py
     kernel: str
     pointers: str  # dtypes of its tensors, in order, each run of equal ones once
-    constants: str  # tile sizes and switches
+    constants: str  # tile sizes and switches; arguments that are None or 1, for which the kernel is specialised
     warps: int
     stages: int
     registers: int  # per thread
@@ -94,7 +94,7 @@ def _read(operation: str, function: JITFunction, kernel) -> Row:
         operation=operation,
         kernel=function.__name__,
         pointers=" ".join(t for i, t in enumerate(pointers) if i == 0 or t != pointers[i - 1]),
-        constants=" ".join(f"{p.name}={constants[p.name]}" for p in function.params if p.is_constexpr),
+        constants=" ".join(f"{name}={constants[name]}" for name in function.arg_names if name in constants),
         warps=kernel.metadata.num_warps,
         stages=kernel.metadata.num_stages,
         registers=used["REG"],

@@ -27,7 +27,7 @@ def moved(function: Callable) -> Callable:
     return on_cuda
 
 
-def tests_of(cases: ModuleType, but: tuple[str, ...] = ()) -> dict[str, Callable]:
+def cases_of(cases: ModuleType, but: tuple[str, ...] = ()) -> dict[str, Callable]:
     """The tests of a module that take the fixture `backend`, marked `gpu`; without those named in `but`."""
     return {
         name: pytest.mark.gpu(test)

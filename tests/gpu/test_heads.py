@@ -7,11 +7,11 @@ import torch
 
 from spiral_kernels import force_backend, linear_logprob
 from spiral_kernels.linear_logprob import tiles
-from tests.gpu.on_cuda import DEVICE, backend_fixture, skip_without_cuda, tests_of
+from tests.gpu.on_cuda import DEVICE, backend_fixture, skip_without_cuda, cases_of
 from tests.kernels import test_linear_logprob as cases
 
 backend = backend_fixture(cases, "linear_logprob")
-globals().update(tests_of(cases))
+globals().update(cases_of(cases))
 
 
 @pytest.fixture

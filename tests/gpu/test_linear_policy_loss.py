@@ -7,11 +7,11 @@ import torch
 
 from spiral_kernels import available_backends, force_backend
 from spiral_kernels.linear_logprob import tiles
-from tests.gpu.on_cuda import DEVICE, backend_fixture, moved, skip_without_cuda, tests_of
+from tests.gpu.on_cuda import DEVICE, backend_fixture, moved, skip_without_cuda, cases_of
 from tests.kernels import test_linear_policy_loss as cases
 
 backend = backend_fixture(cases, "linear_policy_loss")
-globals().update(tests_of(cases))
+globals().update(cases_of(cases))
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from spiral_kernels import force_backend
-from tests.gpu.on_cuda import DEVICE, backend_fixture, skip_without_cuda, tests_of
+from tests.gpu.on_cuda import DEVICE, backend_fixture, skip_without_cuda, cases_of
 from tests.kernels import test_policy_loss as cases
 
 backend = backend_fixture(cases, "policy_loss")
-globals().update(tests_of(cases, but=("test_bad_input_is_one_clear_line",)))
+globals().update(cases_of(cases, but=("test_bad_input_is_one_clear_line",)))
 
 
 @pytest.mark.gpu
