@@ -7,7 +7,7 @@ import torch
 
 from spiral_kernels import force_backend, linear_logprob
 from spiral_kernels.linear_logprob import tiles
-from tests.gpu.on_cuda import DEVICE, backend_fixture, skip_without_cuda, cases_of
+from tests.gpu.on_cuda import DEVICE, backend_fixture, cases_of, skip_without_cuda
 from tests.kernels import test_linear_logprob as cases
 
 backend = backend_fixture(cases, "linear_logprob")

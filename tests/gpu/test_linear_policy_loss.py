@@ -7,7 +7,7 @@ import torch
 
 from spiral_kernels import available_backends, force_backend
 from spiral_kernels.linear_logprob import tiles
-from tests.gpu.on_cuda import DEVICE, backend_fixture, moved, skip_without_cuda, cases_of
+from tests.gpu.on_cuda import DEVICE, backend_fixture, cases_of, moved, skip_without_cuda
 from tests.kernels import test_linear_policy_loss as cases
 
 backend = backend_fixture(cases, "linear_policy_loss")

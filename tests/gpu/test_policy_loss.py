@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from spiral_kernels import force_backend
-from tests.gpu.on_cuda import DEVICE, backend_fixture, skip_without_cuda, cases_of
+from tests.gpu.on_cuda import DEVICE, backend_fixture, cases_of, skip_without_cuda
 from tests.kernels import test_policy_loss as cases
 
 backend = backend_fixture(cases, "policy_loss")

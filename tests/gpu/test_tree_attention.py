@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from spiral_kernels import PrefixTree, TreePlan, available_backends, force_backend, tree_attention
-from tests.gpu.on_cuda import DEVICE, backend_fixture, skip_without_cuda, cases_of
+from tests.gpu.on_cuda import DEVICE, backend_fixture, cases_of, skip_without_cuda
 from tests.kernels import test_tree_attention as cases
 
 backend = backend_fixture(cases, "tree_attention")
