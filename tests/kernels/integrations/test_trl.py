@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from spiral_kernels.integrations import head
 from spiral_kernels.integrations.trl import use_linear_logprob
 from spiral_kernels.linear_logprob import LogProbs
 
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 trl = pytest.importorskip("trl", minversion="1.15", reason="trl >= 1.15 is not installed: pip install -e '.[dev]'")
 
 from datasets import Dataset  # noqa: E402
