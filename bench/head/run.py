@@ -1,40 +1,41 @@
-"""The head's forward and backward, frozen weight, beside its peers: tokens/s, peak memory, error against float64.
+"""The head's forward and backward, frozen weight, beside its peers: seconds over its GEMMs' own, memory, errors.
 
-`spiral-fast bench head`, or `python -m bench.head.run --threads 2`.
+`spiral-fast bench head`, or `python -m bench.head.run --threads 2 --json head.json`. One run, the same inputs; the
+peers take turns. The floor of a method is its GEMMs alone, in cache-sized tiles, measured in the same turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import json
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from bench.head.peers import LogProb, peers
+from bench.head.peers import SEQUENCE, Inputs, Method, left_out, log_probs, losses, our_loss
+from spiral_kernels import linear_logprob
 
 GEMM_TILE = 1024
 CHECKED_ROWS = 64  # rows whose result is compared with float64
 
 
-class Inputs(NamedTuple):
-    hidden: torch.Tensor  # (T, H), requires a gradient
-    weight: torch.Tensor  # (V, H), frozen
-    targets: torch.Tensor  # (T,)
-    d_logp: torch.Tensor  # (T,) float32
-
-
 class Row(NamedTuple):
+    what: str  # log-probs, or a policy loss
     name: str
     dtype: str
     tokens_per_s: float
-    floor_tokens_per_s: float  # at the measured GEMM rate, its GEMMs alone
+    seconds: float
+    gemms: int
+    over_floor: float  # seconds / those of its GEMMs
+    over_two_gemms: float
     peak_mb: float  # beyond inputs
-    logp_error: float  # max |difference| from float64, nats
-    d_hidden_error: float  # relative
+    d_hidden_error: float  # relative, of the first rows
 
 
 def make_inputs(tokens: int, size: int, vocabulary: int, dtype: torch.dtype) -> Inputs:
@@ -43,60 +44,91 @@ def make_inputs(tokens: int, size: int, vocabulary: int, dtype: torch.dtype) -> 
     hidden = torch.randn(tokens, size, generator=generator).to(dtype).requires_grad_()
     weight = (torch.randn(vocabulary, size, generator=generator) * 0.1).to(dtype)
     targets = torch.randint(vocabulary, (tokens,), generator=generator)
-    return Inputs(hidden, weight, targets, torch.randn(tokens, generator=generator))
+    advantages = torch.randn(tokens // SEQUENCE, generator=generator).repeat_interleave(SEQUENCE)
+    with torch.no_grad():
+        logp = linear_logprob(hidden, weight, targets).logp.float()
+    return Inputs(hidden, weight, targets, advantages, logp + 0.2 * torch.randn(tokens, generator=generator))
 
 
-def step(logp: LogProb, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Forward and backward: log-probs and d_hidden."""
-    found = logp(inputs.hidden, inputs.weight, inputs.targets)
-    (d_hidden,) = torch.autograd.grad(found, inputs.hidden, inputs.d_logp.to(found.dtype))
-    return found.detach(), d_hidden
+def of_log_probs(method: Method, inputs: Inputs) -> Tensor:
+    """Forward and backward: d_hidden of the sum of log-prob times advantage over tokens."""
+    found = method.function(*inputs[:3])
+    d_logp = (inputs.advantages / len(inputs.targets)).to(found.dtype)
+    return torch.autograd.grad(found, inputs.hidden, d_logp)[0]
 
 
-def run(tokens: int = 2048, size: int = 576, vocabulary: int = 49152, threads: int = 1, rounds: int = 3) -> list[Row]:
-    """Measure every peer at T x H x V (default: SmolLM2-135M) in float32 and bfloat16, print the table, return it.
+def of_loss(method: Method, inputs: Inputs) -> Tensor:
+    """Forward and backward: d_hidden."""
+    return torch.autograd.grad(method.function(inputs), inputs.hidden)[0]
 
-    Best of `rounds`, the peers taking turns. One thread: CPU seconds, so that other load does not count; else wall.
+
+KINDS = {"log-probs": (of_log_probs, log_probs), "policy loss": (of_loss, losses)}
+
+
+def run(
+    tokens: int = 2048, size: int = 576, vocabulary: int = 49152, threads: int = 1, rounds: int = 3, json_to: str = ""
+) -> list[Row]:
+    """Measure everything at T x H x V (default: SmolLM2-135M) in float32 and bfloat16, print the tables, return them.
+
+    Medians of `rounds`. One thread: CPU seconds, so that other load does not count; else wall.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     clock = time.process_time if threads == 1 else time.perf_counter
     print(f"head: T={tokens} H={size} V={vocabulary}, {threads} thread(s), {'CPU' if threads == 1 else 'wall'} seconds")
-    table = []
+    for name, reason in left_out().items():
+        print(f"left out: {name}: {reason}")
+    table: list[Row] = []
     for dtype in (torch.float32, torch.bfloat16):
-        table += _measure(make_inputs(tokens, size, vocabulary, dtype), rounds, clock)
+        inputs = make_inputs(tokens, size, vocabulary, dtype)
+        for what in KINDS:
+            table += _measure(what, inputs, rounds, clock)
     torch.set_num_threads(before)
+    if json_to:
+        found = {
+            "torch": torch.__version__,
+            "threads": threads,
+            "rounds": rounds,
+            "T": tokens,
+            "H": size,
+            "V": vocabulary,
+        }
+        Path(json_to).write_text(json.dumps(found | {"rows": [row._asdict() for row in table]}, indent=1) + "\n")
     return table
 
 
-def _measure(inputs: Inputs, rounds: int, clock: Callable[[], float]) -> list[Row]:
-    (tokens, size), vocabulary = inputs.hidden.shape, inputs.weight.shape[0]
-    dtype = str(inputs.hidden.dtype).removeprefix("torch.")
+def _measure(what: str, inputs: Inputs, rounds: int, clock: Callable[[], float]) -> list[Row]:
+    step, methods_of = KINDS[what]
+    methods, dtype = methods_of(), str(inputs.hidden.dtype).removeprefix("torch.")
+    results = {name: step(method, inputs) for name, method in methods.items()}  # warms up, compiles
+    truth = _truth(what, inputs)
 
     def seconds_of(function, *args) -> float:
         start = clock()
         function(*args)
         return clock() - start
 
-    gemm_s = min(seconds_of(_gemm, inputs) for _ in range(rounds))
-    print(f"{dtype}: one GEMM {gemm_s:.2f} s ({2 * tokens * size * vocabulary / gemm_s / 1e9:.0f} GFLOP/s)")
-    times = {name: [] for name in peers()}
+    times: dict[str, list[float]] = {name: [] for name in methods}
+    gemm = []
     for _ in range(rounds):
-        for name, (logp, _gemms) in peers().items():
-            times[name].append(seconds_of(step, logp, inputs))
+        gemm.append(seconds_of(_gemm, inputs))
+        for name, method in methods.items():
+            times[name].append(seconds_of(step, method, inputs))
 
-    print(f"  {'':28} {'tokens/s':>9} {'seconds':>8} {'GEMM floor':>11} {'peak MB':>8} {'logp err':>9} {'dh err':>8}")
-    truth, table = _truth(inputs), []
-    for name, (logp, gemms) in peers().items():
-        seconds, floor = min(times[name]), gemms * gemm_s
-        peak, (found, d_hidden) = _peak_mb(step, logp, inputs)
-        logp_error = (found[:CHECKED_ROWS].double() - truth[0]).abs().max().item()
-        d_hidden_error = ((d_hidden[:CHECKED_ROWS].double() - truth[1]).norm() / truth[1].norm()).item()
-        table.append(Row(name, dtype, tokens / seconds, tokens / floor, peak, logp_error, d_hidden_error))
-        print(
-            f"  {name:28} {tokens / seconds:9.0f} {seconds:8.2f} {floor:9.2f} s {peak:8.0f} "
-            f"{logp_error:9.1e} {d_hidden_error:8.1e}"
-        )
+    one, tokens, table = statistics.median(gemm), len(inputs.targets), []
+    print(f"{what}, {dtype}: one GEMM {one:.2f} s")
+    print(f"  {'':50} {'tokens/s':>8} {'seconds':>8} {'/ GEMMs':>12} {'peak MB':>8} {'dh err':>8}")
+    for name, method in methods.items():
+        seconds = statistics.median(times[name])
+        peak, _ = _peak_mb(step, method, inputs)
+        error = ((results[name][:CHECKED_ROWS].double() - truth).norm() / truth.norm()).item()
+        if "entropy bonus" in name:
+            error = float("nan")  # another loss
+        floors = seconds / (method.gemms * one), seconds / (2 * one)
+        row = Row(what, name, dtype, tokens / seconds, seconds, method.gemms, *floors, peak, error)
+        over = f"{row.over_floor:.2f} of {method.gemms}"
+        print(f"  {name:50} {row.tokens_per_s:8.0f} {seconds:8.2f} {over:>12} {peak:8.0f} {error:8.1e}", flush=True)
+        table.append(row)
     return table
 
 
@@ -108,13 +140,18 @@ def _gemm(inputs: Inputs) -> None:
             torch.mm(h, block.t(), out=out[: h.shape[0], : block.shape[0]])
 
 
-def _truth(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probs and d_hidden of the first rows in float64."""
+def _truth(what: str, inputs: Inputs) -> Tensor:
+    """d_hidden of the first rows in float64, of a loss over all tokens."""
     hidden = inputs.hidden[:CHECKED_ROWS].detach().double().requires_grad_()
-    log_p = (hidden @ inputs.weight.double().t()).log_softmax(1)
-    logp = log_p.gather(1, inputs.targets[:CHECKED_ROWS, None])[:, 0]
-    (d_hidden,) = torch.autograd.grad(logp, hidden, inputs.d_logp[:CHECKED_ROWS].double())
-    return logp.detach(), d_hidden
+    weight, share = inputs.weight.double(), CHECKED_ROWS / len(inputs.targets)
+    first = Inputs(hidden, weight, *(x[:CHECKED_ROWS] for x in inputs[2:]))
+    if what == "policy loss":
+        return of_loss(Method(our_loss("reference"), 2), first) * share
+
+    def logp(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return (hidden @ weight.t()).log_softmax(1).gather(1, targets[:, None])[:, 0]
+
+    return of_log_probs(Method(logp, 2), first) * share
 
 
 def _peak_mb(function, *args):
@@ -135,4 +172,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     for option, default in {"tokens": 2048, "size": 576, "vocabulary": 49152, "threads": 1, "rounds": 3}.items():
         parser.add_argument(f"--{option}", type=int, default=default)
+    parser.add_argument("--json", dest="json_to", default="", help="file to write the rows to")
     run(**vars(parser.parse_args()))
