@@ -7,15 +7,15 @@ import pytest
 import torch
 
 from spiral_fast.rollout.radix import prefill
-from spiral_fast.rollout.radix.decode import in_place_unavailable
 from spiral_fast.rollout.radix.decode_copies import CopiedPrompts
+from spiral_fast.rollout.radix.paths import native_missing
 from spiral_fast.rollout.radix.pool import Pool
 from spiral_fast.rollout.radix.prefill import Chunk, Run, chunks
 from spiral_fast.rollout.radix.runs import shared_runs
 from spiral_fast.rollout.radix.tree import RadixTree
 
 InPlace = None
-if in_place_unavailable() is None:
+if native_missing() is None:
     from spiral_fast.rollout.radix.decode_in_place import InPlace
 
 HEAD_DIM, SCALE = 8, 0.3
@@ -42,11 +42,13 @@ def model_order(x):
 
 @pytest.mark.parametrize("piece", [1024, 5])
 @pytest.mark.parametrize("chunk", [1000, 7])
+@pytest.mark.parametrize("dtype,error", [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 4e-3)])
 @pytest.mark.parametrize("q_heads,kv_heads", HEADS)
-def test_prefill(q_heads, kv_heads, chunk, piece, monkeypatch):
+def test_prefill(q_heads, kv_heads, dtype, error, chunk, piece, monkeypatch):
+    """In plain torch in float64, by the native kernel in the others."""
     monkeypatch.setattr(prefill, "_PIECE", piece)
     torch.manual_seed(0)
-    pool = new_pool(kv_heads)
+    pool = Pool(1, kv_heads, HEAD_DIM, 4000, dtype, CPU)
     lengths = {"a": 1, "b": 17, "c": 3, "d": 40, "e": 2}  # each below the one named in `above`: a tree three deep
     above = {"a": None, "b": "a", "c": "b", "d": "b", "e": "d"}
     paths, runs, keys, values = {}, [], {}, {}
@@ -55,8 +57,8 @@ def test_prefill(q_heads, kv_heads, chunk, piece, monkeypatch):
         paths[name] = np.concatenate([paths[above[name]], own]) if above[name] else own
         runs.append(Run(np.arange(n), paths[name]))
     total = sum(lengths.values())
-    query = torch.randn(total, q_heads, HEAD_DIM, dtype=torch.float64)
-    key, value = (torch.randn(total, kv_heads, HEAD_DIM, dtype=torch.float64) for _ in range(2))
+    query = torch.randn(total, q_heads, HEAD_DIM).to(dtype)
+    key, value = (torch.randn(total, kv_heads, HEAD_DIM).to(dtype) for _ in range(2))
     first = 0
     expected = []
     for name, n in lengths.items():
@@ -65,7 +67,7 @@ def test_prefill(q_heads, kv_heads, chunk, piece, monkeypatch):
         values[name] = torch.cat([values[before], value[first : first + n]]) if before else value[:n]
         for i in range(n):
             seen = len(paths[name]) - n + i + 1
-            expected.append(dense(query[first + i], keys[name][:seen], values[name][:seen]))
+            expected.append(dense(*(x.double() for x in (query[first + i], keys[name][:seen], values[name][:seen]))))
         first += n
     out, first = [], 0
     for part in chunks(runs, chunk):
@@ -76,7 +78,7 @@ def test_prefill(q_heads, kv_heads, chunk, piece, monkeypatch):
         out.append(attend.attend(0, *slices, SCALE)[0])
         first += n
     assert first == total
-    torch.testing.assert_close(torch.cat(out), torch.stack(expected), rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.cat(out).double(), torch.stack(expected), rtol=error, atol=error)
 
 
 def test_a_run_that_is_not_written_leaves_the_pool_alone():

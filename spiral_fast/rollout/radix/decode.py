@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from spiral_fast.rollout.radix.decode_copies import CopiedPrompts
+from spiral_fast.rollout.radix.paths import native_serves
 from spiral_fast.rollout.radix.pool import Pool
 from spiral_fast.rollout.radix.tree import Node
-from spiral_kernels.dispatch import native_unavailable
 
 
 class DecodeBatch(Protocol):
@@ -33,21 +33,9 @@ class DecodeBatch(Protocol):
 
 
 def decode_batch(pool: Pool) -> DecodeBatch:
-    """In place where the native kernel serves (CPU, float32 and bfloat16), else in torch with copies."""
-    keys = pool.keys[0]
-    if keys.device.type == "cpu" and keys.dtype in (torch.float32, torch.bfloat16) and in_place_unavailable() is None:
+    """In place where the native kernel serves, else in torch with copies."""
+    if native_serves(pool.keys[0]):
         from spiral_fast.rollout.radix.decode_in_place import InPlace
 
         return InPlace(pool)
     return CopiedPrompts(pool)
-
-
-def in_place_unavailable() -> str | None:
-    """Why the native decode kernel cannot be used; None if it can."""
-    reason = native_unavailable()
-    if reason is None:
-        from spiral_kernels import _native
-
-        if not hasattr(_native, "decode_runs"):
-            reason = "spiral_kernels._native was built from older sources; reinstall spiral-fast"
-    return reason

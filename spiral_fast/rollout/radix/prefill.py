@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from spiral_fast.rollout.radix.paths import Group, PathAttention, native_serves
 from spiral_fast.rollout.radix.pool import SCRATCH, Pool
 from spiral_fast.rollout.radix.tree import Node
 
@@ -106,42 +107,55 @@ class _Batch:
         return out.transpose(1, 2).flatten(0, 1)
 
 
-class Chunk:
-    """One forward's tokens and the object the model attends with."""
+class _PaddedPieces:
+    """Attention in plain torch: what PathAttention computes, for any device and dtype."""
 
-    def __init__(self, pool: Pool, runs: list[tuple[Run, int, int]], device: torch.device):
-        """runs: (run, from, to) with from..to the tokens of the run in this chunk."""
-        self._pool = pool
-        tokens, positions, slots, pieces, first = [], [], [], [], 0
-        for run, begin, end in runs:
-            tokens.append(run.tokens[begin:end])
-            positions.append(np.arange(run.start + begin, run.start + end))
-            own = run.path[run.start + begin : run.start + end]
-            slots.append(own if run.write else np.full(end - begin, SCRATCH))
-            for at in range(begin, end, _PIECE):
-                to = min(at + _PIECE, end)
-                pieces.append(_Piece(first + at - begin, to - at, run.path[: run.start + to]))
-            first += end - begin
-        self.tokens, self.positions, self._slots = (
-            torch.from_numpy(np.concatenate(parts)).to(device) for parts in (tokens, positions, slots)
-        )
-        groups = _group(pieces)
-        self._batches = [_Batch(group, device) for group in groups]
-        index, offset = np.empty(first, np.int64), 0
+    def __init__(self, groups: list[Group], device: torch.device):
+        pieces, rows = [], 0
+        for path, at, visible in groups:
+            for begin in range(0, len(at), _PIECE):
+                end = min(begin + _PIECE, len(at))
+                pieces.append(_Piece(int(at[begin]), end - begin, path[: visible[end - 1]]))
+            rows += len(at)
+        self._batches = [_Batch(group, device) for group in _group(pieces)]
+        index, offset = np.empty(rows, np.int64), 0
         for batch in self._batches:
             for start, flat in batch.index:
                 index[start : start + len(flat)] = flat + offset
             offset += batch.queries.numel()
         self._index = torch.from_numpy(index).to(device)
 
+    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+        """query (T, Hq, D), keys and values (slots, Hkv, D); returns (T, Hq, D)."""
+        parts = [batch.attend(query, keys, values, scale) for batch in self._batches]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[self._index]
+
+
+class Chunk:
+    """One forward's tokens and the object the model attends with."""
+
+    def __init__(self, pool: Pool, runs: list[tuple[Run, int, int]], device: torch.device):
+        """runs: (run, from, to) with from..to the tokens of the run in this chunk."""
+        self._pool = pool
+        tokens, positions, slots, groups, first = [], [], [], [], 0
+        for run, begin, end in runs:
+            n, at = end - begin, np.arange(run.start + begin, run.start + end)
+            tokens.append(run.tokens[begin:end])
+            positions.append(at)
+            slots.append(run.path[at] if run.write else np.full(n, SCRATCH))
+            groups.append(Group(run.path[: run.start + end], np.arange(first, first + n), at + 1))
+            first += n
+        self.tokens, self.positions, self._slots = (
+            torch.from_numpy(np.concatenate(parts)).to(device) for parts in (tokens, positions, slots)
+        )
+        self._attention = PathAttention(groups) if native_serves(pool.keys[0]) else _PaddedPieces(groups, device)
+
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
         self._pool.write(layer, self._slots, key, value)
-        keys, values = self._pool.keys[layer], self._pool.values[layer]
-        parts = [batch.attend(query, keys, values, scale) for batch in self._batches]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts))[self._index][None]
+        return self._attention.attend(query, self._pool.keys[layer], self._pool.values[layer], scale)[None]
 
 
 def chunks(runs: list[Run], size: int) -> list[list[tuple[Run, int, int]]]:
