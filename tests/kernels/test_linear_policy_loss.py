@@ -27,6 +27,7 @@ INF = math.inf
 SETTINGS = [
     {},
     {"old": True, "tis_cap": 1.1},
+    {"old": True, "tis_cap": 1.1, "token_mask": (0.9, 1.2), "kl_coef": 0.2},
     {"loss": "reinforce", "kl_coef": 0.3, "kl": "k2"},
     {"loss": "reinforce", "old": True, "entropy_coef": 0.2},
     {"loss": "ppo_clip", "clip": (0.2, 0.28), "entropy_coef": -0.1},
@@ -125,6 +126,7 @@ class Case:
         clip=(None, None),
         dual_clip=None,
         tis_cap=INF,
+        token_mask=(0, INF),
         kl_coef=0.0,
         kl="k3",
         entropy_coef=0.0,
@@ -142,7 +144,8 @@ class Case:
                 continue
             A, lp, mu = self.advantages[r].double(), logp[r].double(), self.rollout[r].double()
             proximal = self.old[r].double() if old else mu
-            w, ratio = (proximal - mu).exp().clamp(max=tis_cap), (lp - proximal).exp()
+            w, ratio = (proximal - mu).exp(), (lp - proximal).exp()
+            w = w.clamp(max=tis_cap) if token_mask[0] <= w <= token_mask[1] else 0.0
             if loss == "importance_sampling":
                 surrogate = -ratio * A
             elif loss == "reinforce":
@@ -216,13 +219,13 @@ def test_vocabularies(backend, vocabulary):
 HEADS = [(True, None), (False, 3.0), (True, 3.0)]  # with a bias?, soft cap
 
 
-@pytest.mark.parametrize("of_loss", [SETTINGS[0], SETTINGS[4], SETTINGS[-1]], ids=str)
+@pytest.mark.parametrize("of_loss", [SETTINGS[0], SETTINGS[5], SETTINGS[-1]], ids=str)
 @pytest.mark.parametrize(("with_bias", "soft_cap"), HEADS)
 def test_bias_and_soft_cap(backend, small_tiles, with_bias, soft_cap, of_loss):
     check(Case(with_bias=with_bias, soft_cap=soft_cap), **of_loss)
 
 
-@pytest.mark.parametrize("of_loss", [SETTINGS[0], SETTINGS[4], SETTINGS[-1]], ids=str)
+@pytest.mark.parametrize("of_loss", [SETTINGS[0], SETTINGS[5], SETTINGS[-1]], ids=str)
 @pytest.mark.parametrize(("with_bias", "soft_cap"), HEADS)
 def test_bias_and_soft_cap_in_bfloat16(backend, small_tiles, with_bias, soft_cap, of_loss):
     check_bfloat16(Case(rows=64, size=64, dtype=torch.bfloat16, with_bias=with_bias, soft_cap=soft_cap), **of_loss)
@@ -251,7 +254,7 @@ def test_classes_left_out_by_the_bias(backend, small_tiles, of_loss):
     assert (d_weight[0][:60] == 0).all() and relative(d_weight[0][60:], true_weight) <= 1e-5
 
 
-@pytest.mark.parametrize("of_loss", [SETTINGS[0], SETTINGS[4], SETTINGS[-1]], ids=str)
+@pytest.mark.parametrize("of_loss", [SETTINGS[0], SETTINGS[5], SETTINGS[-1]], ids=str)
 @pytest.mark.parametrize("vocabulary", [5, 127, 32000])
 def test_bfloat16_is_no_worse_than_torch(backend, vocabulary, of_loss):
     check_bfloat16(Case(vocabulary, rows=64, size=64, dtype=torch.bfloat16), **of_loss)
@@ -446,7 +449,7 @@ def test_nan_is_not_hidden(backend):
         case.advantages, case.token_weight = torch.ones(2), torch.ones(2)
         getattr(case, name).view(-1)[0] = torch.nan
         for of_loss in SETTINGS:
-            if of_loss.get("old"):
+            if of_loss.get("old") and "token_mask" not in of_loss:  # a row outside the mask has no surrogate
                 assert case.run(**of_loss)[0].loss.isnan(), name
 
 
@@ -524,7 +527,7 @@ def op_arguments(case, name, entropy_coef):
     scale = torch.ones(len(case.targets))
     flags = case.hidden.requires_grad, case.weight.requires_grad
     tensors = case.hidden, case.weight, case.bias, case.targets, case.row_index, scale, *rows
-    return *tensors, "ppo_clip", 0.8, 1.2, 2.0, 1.5, 0.1, "k3", case.soft_cap, entropy_coef, *flags, name
+    return *tensors, "ppo_clip", 0.8, 1.2, 2.0, 1.5, 0.1, "k3", 0.5, 2.0, case.soft_cap, entropy_coef, *flags, name
 
 
 @pytest.mark.parametrize("with_row_index", [False, True])
@@ -574,7 +577,9 @@ def allocations(case, entropy_coef, need_hidden, need_weight):
     head = head_of(case.weight, None, None)
     of_head = case.hidden, head, case.targets, None, torch.ones(8)
     with NewStorages() as storages:
-        results = chunks.linear_policy_loss("torch", *of_head, rows, at, entropy_coef, need_hidden, need_weight)
+        results = chunks.linear_policy_loss(
+            "torch", *of_head, rows, at, (0.0, INF), entropy_coef, need_hidden, need_weight
+        )
     return storages.sizes, results
 
 
@@ -651,6 +656,8 @@ def test_peak_memory_does_not_grow_with_rows_times_vocabulary(name):
         ({"loss": "ppo_clip"}, "needs clip"),
         ({"kl_coef": 0.1}, "pass ref_logp"),
         ({"tis_cap": 2.0}, "tis_cap"),
+        ({"token_mask": (0.5, 2)}, "token_mask looks at old_logp - rollout_logp: pass old_logp"),
+        ({"token_mask": (2, 0.5), "old_logp": torch.zeros(4)}, r"token_mask must be \(low, high\)"),
     ],
 )
 def test_bad_input_is_one_clear_line(backend, change, message):
@@ -684,7 +691,7 @@ def test_public_names():
     )
     assert list(inspect.signature(linear_policy_loss).parameters) == [
         *("hidden", "weight", "targets", "advantages", "rollout_logp", "token_weight", "row_index", "old_logp"),
-        *("ref_logp", "kl_coef", "kl", "loss", "clip", "dual_clip", "tis_cap", "bias", "soft_cap", "temperature"),
-        "entropy_coef",
+        *("ref_logp", "kl_coef", "kl", "loss", "clip", "dual_clip", "tis_cap", "token_mask", "bias", "soft_cap"),
+        *("temperature", "entropy_coef"),
     ]
     assert {"LinearPolicyLoss", "linear_policy_loss"} <= set(spiral_kernels.__all__)

@@ -25,7 +25,7 @@ SIGNATURES = {
     "linear_logprob": f"(hidden, weight, targets, *, row_index=None, {HEAD}, return_entropy=False)",
     "linear_policy_loss": "(hidden, weight, targets, advantages, rollout_logp, token_weight, *, row_index=None, "
     "old_logp=None, ref_logp=None, kl_coef=0.0, kl='k3', loss='importance_sampling', "
-    f"{RATIOS}, {HEAD}, entropy_coef=0.0)",
+    f"{RATIOS}, token_mask=None, {HEAD}, entropy_coef=0.0)",
     "policy_loss": "(logp, rollout_logp, advantages, cu_seqlens, *, old_logp=None, ref_logp=None, token_weight=None, "
     f"loss='importance_sampling', {RATIOS}, token_mask=None, sequence_mask=None, off_policy_mask=None, kl_coef=0.0, "
     "kl='k3')",

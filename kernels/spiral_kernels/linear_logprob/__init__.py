@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from typing import NamedTuple
 
 import torch
 
-from spiral_kernels.dispatch import choose_backend, native_unavailable, register_backends
+from spiral_kernels.dispatch import choose_backend, native_unavailable, register_backends, triton_unavailable
 from spiral_kernels.linear_logprob import reference, tiled
 from spiral_kernels.linear_logprob.backends import forward, row_backend
 from spiral_kernels.linear_logprob.head import accumulation_dtype, head_of
@@ -193,11 +191,9 @@ def native_why_not(device: torch.device, dtype: torch.dtype) -> str | None:
 def triton_why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in (torch.float32, torch.bfloat16):
         return f"it takes float32 and bfloat16, not {dtype}"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed (it comes with CUDA builds of torch)"
-    if os.environ.get("TRITON_INTERPRET") == "1" and device.type == "cpu":
-        return None if dtype == torch.float32 else "Triton's interpreter computes wrong bfloat16 values"
-    return None if device.type == "cuda" else f"it runs on CUDA only, the tensors are on {device}"
+    if device.type == "cpu" and dtype == torch.bfloat16 and triton_unavailable(device) is None:
+        return "Triton's interpreter computes wrong bfloat16 values"
+    return triton_unavailable(device)
 
 
 register_backends(

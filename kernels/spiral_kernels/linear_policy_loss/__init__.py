@@ -46,6 +46,7 @@ def linear_policy_loss(
     clip: tuple[float | None, float | None] | None = None,
     dual_clip: float | None = None,
     tis_cap: float | None = None,
+    token_mask: tuple[float, float] | None = None,
     bias: Tensor | None = None,
     soft_cap: float | None = None,
     temperature: float | Tensor = 1.0,
@@ -54,20 +55,22 @@ def linear_policy_loss(
     """sum over rows r of token_weight_r * (w_r * surrogate_r + kl_coef * KL_r - entropy_coef * entropy_r).
 
     Row r is the token targets[r] predicted from hidden[row_index[r]]: log pi = log softmax(hidden @ weight.T /
-    temperature)[target]. Surrogates, w, KL and their sources: see `policy_loss`, of which this takes the token-level
-    losses importance_sampling, ppo_clip, cispo and reinforce. What looks at a whole sequence (gspo, masks) goes through
-    `linear_logprob` and `policy_loss`, which costs a third GEMM.
+    temperature)[target]. Surrogates, w, its cap and mask, KL and their sources: see `policy_loss`, of which this takes
+    the token-level losses importance_sampling, ppo_clip, cispo and reinforce. What looks at a whole sequence (gspo, its
+    masks) goes through `linear_logprob` and `policy_loss`.
 
-    hidden (N, H), weight (V, H), targets (R,), row_index (R,), temperature: as in `linear_logprob`. advantages,
-    rollout_logp, token_weight (the reduction, see `token_weights`; 0 = the row does not count), old_logp and ref_logp:
-    (R,) of any real dtype, without gradient. Where old_logp is None the proximal policy is the sampler.
+    hidden (N, H), weight (V, H), targets (R,), row_index (R,), bias (V,), soft_cap, temperature: as in
+    `linear_logprob`. advantages, rollout_logp, token_weight (the reduction, see `token_weights`; 0 = the row does not
+    count), old_logp and ref_logp: (R,) of any real dtype, without gradient. Where old_logp is None the proximal policy
+    is the sampler.
 
-    The gradient is formed during the forward, chunk by chunk of rows x V logits: two GEMMs a chunk, three with a
-    weight that is trained; d_weight is neither computed nor allocated for a frozen one, nor anything under no_grad. The
-    backward only scales it. Memory beyond the results: one chunk (CHUNK_BYTES of the device) and a few tiles; for
-    bfloat16 also d_hidden and d_weight once in float32. A row of weight 0 is left out: its hidden state, its target's
-    log-probs are never read (they may be NaN) and its gradient is exactly 0. A row of credit 0 is computed for KL,
-    entropy and logp, and has no surrogate; leave such rows out of the call where nothing of that is wanted.
+    The gradient is formed during the forward, tile by tile, two GEMMs a tile, three with a weight that is trained;
+    d_weight is neither computed nor allocated for a frozen one, nor anything under no_grad. The backward only scales.
+    Memory beyond the results: a few tiles and the gradient of each row (R, H) once in the accumulation dtype; with an
+    entropy bonus or a trained weight, and on CUDA, one chunk of logits (CHUNK_BYTES of the device); for bfloat16 also
+    d_hidden and d_weight once in float32. A row of weight 0 is left out: its hidden state, its target's log-probs are
+    never read (they may be NaN) and its gradient is exactly 0. A row of credit 0 is computed for KL, entropy and logp,
+    and has no surrogate; leave such rows out of the call where nothing of that is wanted.
 
     Raises ValueError on shapes, dtypes, devices or settings that do not fit, IndexError on an index out of range (on
     CUDA a device assertion), BackendError if a forced backend cannot serve. Deterministic on CPU; on CUDA sums over
@@ -86,11 +89,12 @@ def linear_policy_loss(
         has_ref=ref_logp is not None,
     )
     of_rows = advantages, rollout_logp, token_weight, old_logp, ref_logp
+    low, high = _token_mask(token_mask, old_logp)
     scale = _check((hidden, weight, bias, soft_cap, targets, row_index, temperature), *of_rows)
     backend = choose_backend("linear_policy_loss", hidden.device, hidden.dtype)
     if backend == "reference":
         head = hidden, weight, bias, targets, row_index, temperature, soft_cap
-        results = reference.linear_policy_loss(head, *of_rows, settings, entropy_coef)
+        results = reference.linear_policy_loss(head, *of_rows, settings, (low, high), entropy_coef)
         total, logp, entropy, statistics = (x.to(scale.dtype) for x in results)
     else:
         training = torch.is_grad_enabled()
@@ -103,6 +107,8 @@ def linear_policy_loss(
             scale,
             *of_rows,
             *settings,
+            low,
+            high,
             soft_cap,
             entropy_coef,
             training and hidden.requires_grad,
@@ -110,6 +116,16 @@ def linear_policy_loss(
             backend,
         )
     return LinearPolicyLoss(total, logp, entropy, *statistics.unbind())
+
+
+def _token_mask(bounds: tuple[float, float] | None, old_logp: Tensor | None) -> tuple[float, float]:
+    if bounds is None:
+        return 0.0, torch.inf
+    if old_logp is None:
+        raise ValueError("linear_policy_loss: token_mask looks at old_logp - rollout_logp: pass old_logp")
+    if not 0 <= bounds[0] <= bounds[1]:
+        raise ValueError(f"linear_policy_loss: token_mask must be (low, high) with 0 <= low <= high, got {bounds}")
+    return float(bounds[0]), float(bounds[1])
 
 
 def _check(of_head, advantages, rollout_logp, token_weight, old_logp, ref_logp) -> Tensor:
@@ -142,8 +158,8 @@ def _check(of_head, advantages, rollout_logp, token_weight, old_logp, ref_logp) 
     mutates_args=(),
     schema="(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor? row_index, Tensor scale, "
     "Tensor advantages, Tensor rollout_logp, Tensor token_weight, Tensor? old_logp, Tensor? ref_logp, str loss, "
-    "float lower, float upper, float dual, float tis_cap, float kl_coef, str kl, float? soft_cap, float entropy_coef, "
-    "bool need_hidden, bool need_weight, str backend) -> "
+    "float lower, float upper, float dual, float tis_cap, float kl_coef, str kl, float token_low, float token_high, "
+    "float? soft_cap, float entropy_coef, bool need_hidden, bool need_weight, str backend) -> "
     "(Tensor loss, Tensor d_hidden, Tensor d_weight, Tensor logp, Tensor entropy, Tensor statistics)",
 )
 def _forward(
@@ -165,6 +181,8 @@ def _forward(
     tis_cap,
     kl_coef,
     kl,
+    token_low,
+    token_high,
     soft_cap,
     entropy_coef,
     need_hidden,
@@ -181,6 +199,7 @@ def _forward(
             scale,
             chunks.Rows(advantages, rollout_logp, token_weight, old_logp, ref_logp),
             Settings(loss, lower, upper, dual, tis_cap, kl_coef, kl),
+            (token_low, token_high),
             entropy_coef,
             need_hidden,
             need_weight,

@@ -55,6 +55,7 @@ def linear_policy_loss(
     scale: Tensor,
     of_rows: Rows,
     settings: Settings,
+    token_mask: tuple[float, float],
     entropy_coef: float,
     need_hidden: bool,
     need_weight: bool,
@@ -74,12 +75,19 @@ def linear_policy_loss(
     if need_weight or (need_hidden and entropy_coef != 0):
         of_head = hidden, head, targets, source, scale
         logp, entropy, d_rows = _by_chunks(
-            backend, *of_head, of_rows, settings, entropy_coef, need_hidden, d_weight if need_weight else None
+            backend,
+            *of_head,
+            of_rows,
+            settings,
+            token_mask,
+            entropy_coef,
+            need_hidden,
+            d_weight if need_weight else None,
         )
-        terms = row_terms(settings, logp, of_rows)
+        terms = row_terms(settings, token_mask, logp, of_rows)
     else:
         logp, _, _, entropy, d_rows = forward(backend, hidden, head, targets, source, scale, True, need_hidden)
-        terms = row_terms(settings, logp, of_rows)
+        terms = row_terms(settings, token_mask, logp, of_rows)
         if need_hidden:
             d_rows *= terms.slope[:, None]
 
@@ -104,6 +112,7 @@ def _by_chunks(
     scale: Tensor,
     of_rows: Rows,
     settings: Settings,
+    token_mask: tuple[float, float],
     entropy_coef: float,
     need_hidden: bool,
     d_weight: Tensor | None,
@@ -121,7 +130,7 @@ def _by_chunks(
             rows.accumulate(tile, sums)
         true, true_slope = head.true_class(h, targets[part], scale[part])
         logp[part], origin, log_norm, entropy[part] = softmax(sums, true)
-        slope = row_terms(settings, logp[part], of_rows.at(part, scale.dtype)).slope
+        slope = row_terms(settings, token_mask, logp[part], of_rows.at(part, scale.dtype)).slope
         bonus = () if entropy_coef == 0 else (entropy_coef * of_rows.token_weight[part], entropy[part])
         of = row_gradient(scale[part], true_slope, logp[part], origin, log_norm, slope, *bonus)
         for tile, block in tiles.of_rows(targets[part], scale[part]):
@@ -133,13 +142,15 @@ def _by_chunks(
     return logp, entropy, d_rows
 
 
-def row_terms(settings: Settings, logp: Tensor, of_rows: Rows) -> Terms:
-    """Of rows whose weight is not 0."""
+def row_terms(settings: Settings, token_mask: tuple[float, float], logp: Tensor, of_rows: Rows) -> Terms:
+    """Of rows whose weight is not 0. token_mask: bounds of w outside which a row has no surrogate."""
     credit, rollout, weight, old, ref = of_rows
     live = credit != 0
-    factor = torch.where(live, weight, 0)
+    w = torch.ones_like(logp)
     if old is not None:
-        factor = factor * torch.where(live, old - rollout, 0).exp().clamp(max=settings.tis_cap)
+        w = torch.where(live, old - rollout, 0).exp()
+        live = live & ~((w < token_mask[0]) | (w > token_mask[1]))
+    factor = torch.where(live, weight * w.clamp(max=settings.tis_cap), 0)
     log_ratio = torch.where(live, logp - (rollout if old is None else old), 0)
     each = surrogate(settings, log_ratio, torch.where(live, logp, 0), credit)
     value, slope, kl = factor * each.value, factor * each.derivative, torch.zeros_like(logp)

@@ -10,8 +10,7 @@ from spiral_kernels.policy_loss import reference as loss_of_logp
 from spiral_kernels.policy_loss.losses import Settings
 from spiral_kernels.policy_loss.packed import Masks
 
-NO_MASKS = Masks(0.0, torch.inf, 0.0, torch.inf, torch.inf)
-MASKED = 4  # of policy_loss's statistics; nothing is masked here
+MASKED = 4  # of policy_loss's statistics, not one of linear_policy_loss's
 
 
 def linear_policy_loss(
@@ -22,6 +21,7 @@ def linear_policy_loss(
     old_logp: Tensor | None,
     ref_logp: Tensor | None,
     settings: Settings,
+    token_mask: tuple[float, float],
     entropy_coef: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """loss (), logp (R,), entropy (R,), statistics (5,), float64; gradients flow into hidden and weight by autograd.
@@ -43,7 +43,7 @@ def linear_policy_loss(
         None if ref_logp is None else ref_logp[kept],
         token_weight[kept],
         settings,
-        NO_MASKS,
+        Masks(*token_mask, 0.0, torch.inf, torch.inf),
     )
     if entropy_coef != 0:
         total = total - entropy_coef * (token_weight[kept].double() * entropy).sum()
