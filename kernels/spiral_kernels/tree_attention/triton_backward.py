@@ -2,7 +2,8 @@
 
     P = exp(S - lse), dV = P^T dO, dS = P * (dO V^T - delta), delta = rowsum(dO * O), dQ = scale dS K, dK = scale dS^T Q
 
-Shapes and names as in triton_forward.py; delta (T, HQ) float32, formed by the kernel of dq, which runs first.
+Shapes and names as in triton_forward.py. The kernel of dq runs first and leaves delta and lse * log2(e) for the other,
+float32 of shape (HQ, PADDED): rows of a head side by side, up to the end of the last tile of queries.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from spiral_kernels.tree_attention.triton_forward import LOG2_E, PRECISION, listed_block, load_rows, store_rows
+from spiral_kernels.tree_attention.triton_forward import LOG2_E, PRECISION, listed_block, load_rows, of_head, store_rows
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -21,6 +22,7 @@ def d_query_kernel(
     v_ptr,
     out_ptr,
     lse_ptr,
+    lse_2_ptr,
     delta_ptr,
     dq_ptr,
     visible_until_ptr,  # (T,)
@@ -28,6 +30,7 @@ def d_query_kernel(
     full_ptr,
     masked_ptr,
     rows,  # T
+    padded,
     scale,
     HQ: tl.constexpr,
     HKV: tl.constexpr,
@@ -44,13 +47,13 @@ def d_query_kernel(
     item = queries_ptr + tl.program_id(1) // (TILE_Q // BLOCK_Q) * 5
     first_query = tl.load(item) * TILE_Q + tl.program_id(1) % (TILE_Q // BLOCK_Q) * BLOCK_Q
     query = first_query + tl.arange(0, BLOCK_Q)
-    of_head = query.to(tl.int64) * HQ + head
     d_out = load_rows(d_out_ptr + head * D, first_query, rows, BLOCK_Q, HQ * D, D, BLOCK_D, True, UPCAST)
     out = load_rows(out_ptr + head * D, first_query, rows, BLOCK_Q, HQ * D, D, BLOCK_D, True, UPCAST)
     delta = tl.sum(d_out.to(tl.float32) * out.to(tl.float32), 1)
-    tl.store(delta_ptr + of_head, delta, mask=query < rows)
+    tl.store(delta_ptr + head * padded + query, delta)
     q = load_rows(q_ptr + head * D, first_query, rows, BLOCK_Q, HQ * D, D, BLOCK_D, True, UPCAST)
-    lse_2 = tl.load(lse_ptr + of_head, mask=query < rows, other=0.0) * LOG2_E
+    lse_2 = tl.load(of_head(lse_ptr + head, first_query, BLOCK_Q, HQ), mask=query < rows, other=0.0) * LOG2_E
+    tl.store(lse_2_ptr + head * padded + query, lse_2)
     k_ptr += head // (HQ // HKV) * D
     v_ptr += head // (HQ // HKV) * D
 
@@ -82,7 +85,7 @@ def d_key_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
-    lse_ptr,
+    lse_2_ptr,
     delta_ptr,
     dk_ptr,
     dv_ptr,
@@ -91,6 +94,7 @@ def d_key_kernel(
     visible_until_ptr,  # (T,)
     keys_ptr,  # Tiles.keys
     rows,  # T
+    padded,
     n_parts,
     scale,
     HQ: tl.constexpr,
@@ -109,50 +113,41 @@ def d_key_kernel(
     first_row = tl.program_id(1) % (TILE_K // BLOCK_K) * BLOCK_K  # in the tile
     item = keys_ptr + number * 5
     first_key = tl.load(item) * TILE_K + first_row
-    key = first_key + tl.arange(0, BLOCK_K)
-    until = tl.load(visible_until_ptr + key, mask=key < rows, other=0)
     k = load_rows(k_ptr + kv_head * D, first_key, rows, BLOCK_K, HKV * D, D, BLOCK_D, True, UPCAST)
     v = load_rows(v_ptr + kv_head * D, first_key, rows, BLOCK_K, HKV * D, D, BLOCK_D, True, UPCAST)
-    first, end, full_first, full_end = (
-        tl.load(item + 1),
-        tl.load(item + 2),
-        tl.load(item + 3),
-        tl.load(item + 4),
-    )
-    n_full = full_end - full_first
 
     dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     STEPS: tl.constexpr = TILE_Q // BLOCK_Q * (HQ // HKV)  # a tile of queries: its blocks, the heads of each in turn
     for MASKED in tl.static_range(2):
-        n_tiles = end - first - n_full if MASKED else n_full
+        full_first, full_end = tl.load(item + 3), tl.load(item + 4)
+        n_tiles = full_end - full_first
+        if MASKED:
+            first = tl.load(item + 1)
+            n_tiles = tl.load(item + 2) - first - n_tiles
+            key = first_key + tl.arange(0, BLOCK_K)
+            until = tl.load(visible_until_ptr + key, mask=key < rows, other=0)
         for i in range(n_tiles * STEPS):
             tile = i // STEPS
             if MASKED:  # the tiles before the full ones, then those after
                 tile += first
-                tile += tl.where(tile >= full_first, n_full, 0)
+                tile += tl.where(tile >= full_first, full_end - full_first, 0)
             else:
                 tile += full_first
             head = kv_head * (HQ // HKV) + i % (HQ // HKV)
             first_query = tile * TILE_Q + i % STEPS // (HQ // HKV) * BLOCK_Q
             query = first_query + tl.arange(0, BLOCK_Q)
-            of_head = query.to(tl.int64) * HQ + head
+            of_head = tl.cast(head, tl.int64) * padded + query
             q = load_rows(q_ptr + head * D, first_query, rows, BLOCK_Q, HQ * D, D, BLOCK_D, MASKED, UPCAST)
-            d_out = load_rows(d_out_ptr + head * D, first_query, rows, BLOCK_Q, HQ * D, D, BLOCK_D, MASKED, UPCAST)
-            if MASKED:
-                lse_2 = tl.load(lse_ptr + of_head, mask=query < rows, other=0.0) * LOG2_E
-                delta = tl.load(delta_ptr + of_head, mask=query < rows, other=0.0)
-            else:
-                lse_2 = tl.load(lse_ptr + of_head) * LOG2_E
-                delta = tl.load(delta_ptr + of_head)
             scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2_E)  # (keys, queries)
             if MASKED:
                 sees = (key[:, None] <= query[None, :]) & (query[None, :] < until[:, None])
                 scores = tl.where(sees, scores, float("-inf"))
-            probability = tl.exp2(scores - lse_2[None, :])
-            dv = tl.dot(probability.to(d_out.dtype), d_out, dv, input_precision=PRECISION)
+            probability = tl.exp2(scores - tl.load(lse_2_ptr + of_head)[None, :])
+            d_out = load_rows(d_out_ptr + head * D, first_query, rows, BLOCK_Q, HQ * D, D, BLOCK_D, MASKED, UPCAST)
             d_probability = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
-            d_scores = probability * (d_probability - delta[None, :])
+            d_scores = probability * (d_probability - tl.load(delta_ptr + of_head)[None, :])
+            dv = tl.dot(probability.to(d_out.dtype), d_out, dv, input_precision=PRECISION)
             dk = tl.dot(d_scores.to(q.dtype), q, dk, input_precision=PRECISION)
 
     dk *= scale

@@ -73,13 +73,19 @@ def forward_kernel(
             weighted = tl.dot(weights.to(v.dtype), v, weighted * factor[:, None], input_precision=PRECISION)
 
     store_rows(out_ptr + head * D, weighted / total[:, None], first_query, rows, BLOCK_Q, HQ * D, D, BLOCK_D)
-    tl.store(lse_ptr + query.to(tl.int64) * HQ + head, (maximum + tl.log2(total)) * LN_2, mask=query < rows)
+    tl.store(of_head(lse_ptr + head, first_query, BLOCK_Q, HQ), (maximum + tl.log2(total)) * LN_2, mask=query < rows)
 
 
 @triton.jit
 def listed_block(tiles_ptr, i, TILE: tl.constexpr, BLOCK: tl.constexpr):
     """First row of block i of the listed tiles."""
     return tl.load(tiles_ptr + i // (TILE // BLOCK)) * TILE + i % (TILE // BLOCK) * BLOCK
+
+
+@triton.jit
+def of_head(ptr, first, BLOCK: tl.constexpr, HQ: tl.constexpr):
+    """Pointers to a head's numbers in (T, HQ), of BLOCK rows from `first` on."""
+    return ptr + tl.cast(first, tl.int64) * HQ + tl.arange(0, BLOCK) * HQ
 
 
 @triton.jit

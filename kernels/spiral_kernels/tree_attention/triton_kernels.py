@@ -38,12 +38,12 @@ class Choice(NamedTuple):
 
 # by (bytes of an element, D padded)
 CHOICES = {
-    (2, 64): Choice(Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 3)),
-    (2, 128): Choice(Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 2), Blocks(64, 128, 8, 2)),
-    (2, 256): Choice(Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 2)),
-    (4, 64): Choice(Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 2), Blocks(32, 64, 4, 2)),
-    (4, 128): Choice(Blocks(64, 32, 4, 2), Blocks(64, 32, 4, 2), Blocks(32, 64, 8, 2)),
-    (4, 256): Choice(Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1)),
+    (2, 64): Choice(Blocks(128, 64, 4, 3), Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 3)),
+    (2, 128): Choice(Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 2)),
+    (2, 256): Choice(Blocks(128, 32, 8, 3), Blocks(128, 32, 8, 2), Blocks(32, 64, 8, 2)),
+    (4, 64): Choice(Blocks(128, 32, 8, 2), Blocks(128, 32, 8, 2), Blocks(32, 128, 8, 2)),
+    (4, 128): Choice(Blocks(128, 16, 8, 2), Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 2)),
+    (4, 256): Choice(Blocks(32, 16, 8, 2), Blocks(32, 16, 8, 1), Blocks(16, 32, 8, 1)),
 }
 
 
@@ -76,7 +76,9 @@ def backward(
     """As reference.py: dq, dk, dv of the shapes and dtype of q, k, v. Extra memory: delta, and parts of few tiles."""
     d_out, q, k, v, out, lse = (x.contiguous() for x in (d_out, q, k, v, out, lse))
     tiles, choice = Tiles(*plan.tiles), _choice(q)
-    dq, dk, dv, delta = map(torch.empty_like, (q, k, v, lse))
+    dq, dk, dv = map(torch.empty_like, (q, k, v))
+    padded = len(tiles.queries) * LISTED[0]
+    lse_2, delta = (lse.new_empty((q.shape[1], padded)) for _ in range(2))
     n_parts = len(tiles.parts)
     part_dk, part_dv = (k.new_empty((n_parts, SPANNED[1], *k.shape[1:]), dtype=torch.float32) for _ in range(2))
     with torch.cuda.device_of(q):
@@ -87,6 +89,7 @@ def backward(
             v,
             out,
             lse,
+            lse_2,
             delta,
             dq,
             plan.visible_until,
@@ -94,6 +97,7 @@ def backward(
             tiles.full,
             tiles.masked,
             len(q),
+            padded,
             scale,
             **_constants(q, k, LISTED, choice.d_query),
         )
@@ -102,7 +106,7 @@ def backward(
             q,
             k,
             v,
-            lse,
+            lse_2,
             delta,
             dk,
             dv,
@@ -111,6 +115,7 @@ def backward(
             plan.visible_until,
             tiles.keys,
             len(q),
+            padded,
             n_parts,
             scale,
             **_constants(q, k, SPANNED, choice.d_key),
