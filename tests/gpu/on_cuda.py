@@ -28,9 +28,9 @@ def moved(function: Callable) -> Callable:
 
 
 def cases_of(cases: ModuleType, but: tuple[str, ...] = ()) -> dict[str, Callable]:
-    """The tests of a module that take the fixture `backend`, marked `gpu`; without those named in `but`."""
+    """The tests of a module that take the fixture `backend`, without those named in `but`."""
     return {
-        name: pytest.mark.gpu(test)
+        name: test
         for name, test in vars(cases).items()
         if name.startswith("test_") and name not in but and "backend" in inspect.signature(test).parameters
     }

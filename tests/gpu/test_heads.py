@@ -10,6 +10,8 @@ from spiral_kernels.linear_logprob import tiles
 from tests.gpu.on_cuda import DEVICE, backend_fixture, cases_of, skip_without_cuda
 from tests.kernels import test_linear_logprob as cases
 
+pytestmark = pytest.mark.gpu
+
 backend = backend_fixture(cases, "linear_logprob")
 globals().update(cases_of(cases))
 
@@ -20,7 +22,6 @@ def small_tiles(monkeypatch):
         monkeypatch.setitem(sizes, DEVICE, few)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocabulary", [151936, 151937])
 def test_a_real_vocabulary(vocabulary, dtype):
@@ -34,7 +35,6 @@ def test_a_real_vocabulary(vocabulary, dtype):
     assert (one["logp"] <= 0).all() and (one["entropy"] >= 0).all()
 
 
-@pytest.mark.gpu
 def test_the_pass_without_logits_agrees_with_the_pass_that_has_a_gradient():
     hidden = torch.randn(1000, 256, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(151936, 256, device=DEVICE, dtype=torch.bfloat16) * 0.1
@@ -50,7 +50,6 @@ def test_the_pass_without_logits_agrees_with_the_pass_that_has_a_gradient():
         torch.testing.assert_close(one, two, rtol=0, atol=2e-3)
 
 
-@pytest.mark.gpu
 def test_more_than_two_to_the_31_logits():
     """Rows at the end are what the same rows give alone."""
     rows, vocabulary = 14_300, 151_936

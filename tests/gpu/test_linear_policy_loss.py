@@ -10,6 +10,8 @@ from spiral_kernels.linear_logprob import tiles
 from tests.gpu.on_cuda import DEVICE, backend_fixture, cases_of, moved, skip_without_cuda
 from tests.kernels import test_linear_policy_loss as cases
 
+pytestmark = pytest.mark.gpu
+
 backend = backend_fixture(cases, "linear_policy_loss")
 globals().update(cases_of(cases, but=("test_bad_input_is_one_clear_line",)))  # its tensors lie on other devices
 
@@ -20,7 +22,6 @@ def small_tiles(monkeypatch):
         monkeypatch.setitem(sizes, DEVICE, few)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("vocabulary", [151936, 151937])
 def test_a_real_vocabulary(vocabulary, monkeypatch):
     monkeypatch.setattr(cases, "linear_policy_loss", moved(cases.linear_policy_loss))
@@ -33,7 +34,6 @@ def test_a_real_vocabulary(vocabulary, monkeypatch):
                 force_backend(None, "linear_policy_loss")
 
 
-@pytest.mark.gpu
 def test_a_frozen_head_gets_no_gradient_and_memory_does_not_grow_with_the_logits():
     hidden = torch.randn(8192, 256, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(151936, 256, device=DEVICE, dtype=torch.bfloat16)

@@ -9,11 +9,12 @@ from spiral_kernels import force_backend
 from tests.gpu.on_cuda import DEVICE, backend_fixture, cases_of, skip_without_cuda
 from tests.kernels import test_policy_loss as cases
 
+pytestmark = pytest.mark.gpu
+
 backend = backend_fixture(cases, "policy_loss")
 globals().update(cases_of(cases, but=("test_bad_input_is_one_clear_line",)))  # its tensors lie on other devices
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("case", cases.SETTINGS, ids=str)
 def test_long_sequences_against_the_reference(case, dtype):

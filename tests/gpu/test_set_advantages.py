@@ -8,8 +8,9 @@ import torch
 from spiral_kernels import force_backend, set_advantages
 from tests.gpu.on_cuda import DEVICE, skip_without_cuda
 
+pytestmark = pytest.mark.gpu
 
-@pytest.mark.gpu
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bfloat16])
 def test_as_on_the_cpu_bit_for_bit(dtype):
     generator = torch.Generator().manual_seed(0)

@@ -9,6 +9,8 @@ from spiral_kernels import PrefixTree, TreePlan, available_backends, force_backe
 from tests.gpu.on_cuda import DEVICE, backend_fixture, cases_of, skip_without_cuda
 from tests.kernels import test_tree_attention as cases
 
+pytestmark = pytest.mark.gpu
+
 backend = backend_fixture(cases, "tree_attention")
 globals().update(cases_of(cases))
 
@@ -19,7 +21,6 @@ def dtypes_of_cuda(monkeypatch):
     monkeypatch.setattr(cases, "available_backends", lambda name, _, dtype: available_backends(name, DEVICE, dtype))
 
 
-@pytest.mark.gpu
 def test_a_prefix_tree_moves():
     tree = PrefixTree.from_segments([[[1, 2], [3, 4, 5]], [[1, 2], [3, 6]], [[7], [8, 9]]])
     there = tree.to(DEVICE)
@@ -28,7 +29,6 @@ def test_a_prefix_tree_moves():
     assert torch.equal(tree_attention(q, k, v, there), tree_attention(q, k, v, TreePlan.of(tree, DEVICE)))
 
 
-@pytest.mark.gpu
 def test_a_large_tree_in_bfloat16():
     """One problem's shape: 8 traces share a prompt, then 16 quote four of them. No worse than torch's own bfloat16."""
     nodes = cases.tree_of([-1] + [0] * 8 + [-1] + [9] * 4, [256] + [300] * 8 + [1300] + [200] * 4)
