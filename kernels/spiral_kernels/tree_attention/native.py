@@ -1,9 +1,9 @@
 """tree_attention in C++ (csrc/tree_attention.cpp): CPU, float32 and bfloat16, torch's number of threads.
 
-Tiles of 64 queries and 64 keys of a head; tiles in which nothing is visible are skipped, others cut to the rows and
-keys that are. All arithmetic in float32. Beyond the results: k twice and v once in float32 (the backward: both twice),
-and in the backward for each thread the queries and gradients of the heads that it works on. Runs of the same number of
-threads are bit-equal.
+Tiles of 64 queries and 64 keys of a head; tiles in which nothing is visible are skipped, partly visible ones done in
+strips of rows with the keys that these see. All arithmetic in float32. Beyond the results: k twice and v once in
+float32 (the backward: both twice), and in the backward for each thread the queries and gradients of the heads that it
+works on. Runs of the same number of threads are bit-equal.
 """
 
 from __future__ import annotations
