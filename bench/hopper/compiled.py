@@ -85,7 +85,7 @@ def _read(operation: str, function: JITFunction, kernel) -> Row:
         cubin = Path(folder, "kernel.cubin")
         cubin.write_bytes(kernel.asm["cubin"])
         usage = _tool("cuobjdump", "--dump-resource-usage", cubin)
-        code = _tool("nvdisasm", "-c", cubin)
+        code = _tool("nvdisasm", "-c", "-ndf", cubin)
     used = {name: int(count) for name, count in re.findall(r"\b(REG|STACK):(\d+)", usage)}
     mnemonics = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", code, re.MULTILINE)
     constants = {function.arg_names[path[0]]: value for path, value in kernel.src.constants.items()}
