@@ -42,7 +42,7 @@ CHOICES = {
     (2, 128): Choice(Blocks(128, 64, 8, 3), Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 2)),
     (2, 256): Choice(Blocks(128, 32, 8, 3), Blocks(128, 32, 8, 2), Blocks(32, 64, 8, 2)),
     (4, 64): Choice(Blocks(128, 32, 8, 2), Blocks(128, 32, 8, 2), Blocks(32, 128, 8, 2)),
-    (4, 128): Choice(Blocks(128, 16, 8, 2), Blocks(32, 32, 8, 2), Blocks(32, 32, 8, 2)),
+    (4, 128): Choice(Blocks(16, 64, 8, 2), Blocks(16, 32, 4, 2), Blocks(32, 16, 8, 1)),
     (4, 256): Choice(Blocks(32, 16, 8, 2), Blocks(32, 16, 8, 1), Blocks(16, 32, 8, 1)),
 }
 
