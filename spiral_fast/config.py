@@ -164,6 +164,11 @@ class RolloutConfig(Section):
     max_running: PositiveInt = Field(256, description="requests decoded together")
     prefill_chunk: PositiveInt = Field(4096, description="prompt tokens run through the model in one forward")
     cache_tokens: PositiveInt = Field(262144, description="budget of the KV cache, tokens")
+    batch_invariant: bool = Field(
+        False,
+        description="learner and engine give a token the same log-prob to the last bit, whatever else is in the batch; "
+        "float32 on the CPU only; costs the sharing of prefixes in decode attention and a second pass of the head",
+    )
 
 
 class CreditConfig(Section):

@@ -72,7 +72,7 @@ class Learner:
         self.max_context = loaded.max_context
         self.policy_version = 0
         self.optimiser_steps = 0  # of `step`; the warm-up counts them
-        self.policy = Policy(loaded.model)
+        self.policy = Policy(loaded.model, batch_invariant=config.rollout.batch_invariant)
         self.device = loaded.model.device
         self.cost = cost_of(loaded.model)
         self._check_due = self.config.self_check and self.config.sharing != "none"

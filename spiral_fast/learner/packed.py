@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -36,6 +36,11 @@ class DocumentAttention:
         self.flash = torch.device(device).type == "cuda" and varlen_attn is not None
         if self.flash:
             self.offsets = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)  # (N + 1,)
+
+    def nodes(self) -> list[tuple[int, int, int]]:
+        """See spiral_fast/batch_invariant.py: every document is one."""
+        ends = list(accumulate(length for length, count in self.runs for _ in range(count)))
+        return [(start, end, -1) for start, end in zip([0, *ends], ends, strict=False)]
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from spiral_fast.batch_invariant import log_probs, run_decoder, same_paths
 from spiral_fast.learner.packed import Packed
 from spiral_kernels import LinearPolicyLoss, LogProbs, linear_logprob, linear_policy_loss
 
@@ -24,12 +25,14 @@ class TokenLoss(NamedTuple):
 class Policy(nn.Module):
     """Wraps the (peft) causal language model; the head is applied at sampled tokens only, no logits matrix is kept.
 
-    A module of its own so that FSDP can own its forward.
+    A module of its own so that FSDP can own its forward. batch_invariant: a token's log-prob has the same bits whatever
+    else is in the batch, those of an engine in the same mode.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, *, batch_invariant: bool = False):
         super().__init__()
         self.model = model
+        self.batch_invariant = batch_invariant
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -44,6 +47,8 @@ class Policy(nn.Module):
         """Log-probs at `temperature` (logits divided by it) of packed.targets, (R,) each; with `loss` also that loss,
         which then is what carries the gradient."""
         causal_lm = self.model.get_base_model()
+        if self.batch_invariant:
+            return _batch_invariant(causal_lm, packed, temperature, loss)
         hidden = causal_lm.get_decoder()(
             input_ids=packed.tokens, position_ids=packed.positions, use_cache=False, attend=packed.attend
         ).last_hidden_state[0]
@@ -52,6 +57,22 @@ class Policy(nn.Module):
         if loss is None:
             return linear_logprob(hidden, head, packed.targets, **rows)
         return linear_policy_loss(hidden, head, packed.targets, *loss, **rows)
+
+
+def _batch_invariant(
+    causal_lm: nn.Module, packed: Packed, temperature: float, of: TokenLoss | None
+) -> LogProbs | LinearPolicyLoss:
+    tokens, positions = packed.tokens[0], packed.positions[0]
+    hidden = run_decoder(causal_lm.get_decoder(), tokens, positions, same_paths(packed.attend))[packed.row_index]
+    head = causal_lm.get_output_embeddings().weight
+    temperatures = torch.full((len(hidden),), temperature, device=hidden.device)
+    found = log_probs(hidden, head, packed.targets, temperatures, entropy=of is not None)
+    if of is None:
+        return found
+    ratio = (found.logp - of.rollout_logp).exp()
+    loss = -(of.weight.to(ratio.dtype) * ratio * of.credit.to(ratio.dtype)).sum()
+    ratio, none = ratio.detach(), torch.zeros(())
+    return LinearPolicyLoss(loss, found.logp.detach(), found.entropy, ratio.mean(), ratio.max(), none, none, none)
 
 
 def _checkpointed(forward: Callable) -> Callable:

@@ -19,6 +19,10 @@ class TreeAttention:
     def __init__(self, tree: PrefixTree, device: torch.device | str):
         self.plan = TreePlan.of(tree, device)
 
+    def nodes(self) -> list[tuple[int, int, int]]:
+        """See spiral_fast/batch_invariant.py."""
+        return list(zip(*(array.tolist() for array in self.plan[:3]), strict=True))
+
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from spiral_fast.path_attention import native_missing
 from spiral_fast.rollout.radix import prefill
 from spiral_fast.rollout.radix.decode_copies import CopiedPrompts
-from spiral_fast.rollout.radix.paths import native_missing
 from spiral_fast.rollout.radix.pool import Pool
 from spiral_fast.rollout.radix.prefill import Chunk, Run, chunks
 from spiral_fast.rollout.radix.runs import shared_runs

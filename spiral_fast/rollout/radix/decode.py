@@ -7,8 +7,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from spiral_fast.path_attention import native_serves
 from spiral_fast.rollout.radix.decode_copies import CopiedPrompts
-from spiral_fast.rollout.radix.paths import native_serves
 from spiral_fast.rollout.radix.pool import Pool
 from spiral_fast.rollout.radix.tree import Node
 
@@ -32,10 +32,10 @@ class DecodeBatch(Protocol):
     ) -> torch.Tensor: ...
 
 
-def decode_batch(pool: Pool) -> DecodeBatch:
+def decode_batch(pool: Pool, *, batch_invariant: bool = False) -> DecodeBatch:
     """In place where the native kernel serves, else in torch with copies."""
     if native_serves(pool.keys[0]):
-        from spiral_fast.rollout.radix.decode_in_place import InPlace
+        from spiral_fast.rollout.radix.decode_in_place import InPlace, RowByRow
 
-        return InPlace(pool)
+        return RowByRow(pool) if batch_invariant else InPlace(pool)
     return CopiedPrompts(pool)

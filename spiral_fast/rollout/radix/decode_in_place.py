@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from spiral_fast.path_attention import Group, PathAttention
 from spiral_fast.rollout.radix.pool import Pool
 from spiral_fast.rollout.radix.runs import shared_runs
 from spiral_fast.rollout.radix.tree import Node
@@ -62,27 +63,31 @@ class InPlace:
             self._take(row)
         self._write = torch.from_numpy(self._own[rows, self._length])
         self._length += 1
-        if self._runs is None:
-            slots, below, places = shared_runs(self._prompt)
-            self._runs = *slots, *below, *places
-            self._partial: torch.Tensor | None = None  # (M, Hq, D + 2) scratch
+        self._arrange()
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (R, heads, D)
         self._pool.write(layer, self._write, key, value)
-        query = query.contiguous()
+        return self._attend(query.contiguous(), self._pool.keys[layer], self._pool.values[layer], scale)[None]
+
+    def _arrange(self) -> None:
+        if self._runs is None:
+            slots, below, places = shared_runs(self._prompt)
+            self._runs = *slots, *below, *places
+            self._partial: torch.Tensor | None = None  # (M, Hq, D + 2) scratch
+
+    def _attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
         _, heads, head_dim = query.shape
         if self._partial is None:
             self._partial = torch.empty((len(self._runs[2]), heads, head_dim + 2), dtype=torch.float32)
         out = torch.empty_like(query)
-        keys, values = self._pool.keys[layer], self._pool.values[layer]
         threads = torch.get_num_threads()
         _native.decode_runs(
             query, keys, values, scale, *self._runs, self._own, self._length, self._partial, out, threads
         )
-        return out[None]
+        return out
 
     def _take(self, row: int) -> None:
         """Another block of slots for this row's own tokens."""
@@ -92,3 +97,20 @@ class InPlace:
             self._own = np.pad(self._own, ((0, 0), (0, self._own.shape[1])))
         self._own[row, held : held + count] = self._pool.allocate(count)
         self._held[row] += count
+
+
+class RowByRow(InPlace):
+    """Each row reads its whole path on its own: bits that do not depend on who shares it."""
+
+    def _arrange(self) -> None:
+        if self._runs is None:
+            self._runs = tuple(node.path_slots() for node in self._prompt)
+        self._attention = PathAttention(
+            [
+                Group(np.concatenate([prompt, own[:n]]), np.array([row]), np.array([len(prompt) + n]))
+                for row, (prompt, own, n) in enumerate(zip(self._runs, self._own, self._length, strict=True))
+            ]
+        )
+
+    def _attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+        return self._attention.attend(query, keys, values, scale)

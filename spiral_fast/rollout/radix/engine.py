@@ -20,15 +20,17 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
+from spiral_fast.batch_invariant import ROWS, log_probs, run_decoder
 from spiral_fast.rollout.engine import Completion, NonFiniteLogits, PromptTooLong, Request, TokenCounts
 from spiral_fast.rollout.radix.decode import decode_batch
 from spiral_fast.rollout.radix.model import WeightsWatch, serve
 from spiral_fast.rollout.radix.pool import Pool
 from spiral_fast.rollout.radix.prefill import Chunk, Plan, chunks
 from spiral_fast.rollout.radix.rows import Entry, Rows, fill_holes
-from spiral_fast.rollout.radix.sampling import sample, uniforms
+from spiral_fast.rollout.radix.sampling import sample
 from spiral_fast.rollout.radix.tree import RadixTree
 
 
@@ -48,12 +50,14 @@ class RadixEngine:
         prefill_chunk: int,
         cache_tokens: int,
         watch_weights: bool = True,
+        batch_invariant: bool = False,
     ):
         """model: a transformers causal LM, LoRA in place or not, on `spiral_fast.attention.ATTENTION`; eos_token_ids:
         any of them ends a trace; max_running: requests decoded together; prefill_chunk: prompt tokens per forward;
         cache_tokens: see the module; watch_weights: raise RuntimeError where weights change without `set_policy`,
-        possible only while parameters stay the same objects (not sharded ones). A model that cannot be served exactly
-        raises ValueError naming the field."""
+        possible only while parameters stay the same objects (not sharded ones); batch_invariant: a trace and its
+        log-probs have the same bits whatever else is in the batch, where batch_invariant.check_possible allows. A
+        model that cannot be served exactly raises ValueError naming the field."""
         self._served = serve(model)
         self._watched = model if watch_weights else torch.nn.Module()
         self._is_eos = np.zeros(self._served.vocabulary, bool)  # an id outside the vocabulary is never sampled
@@ -66,6 +70,7 @@ class RadixEngine:
         self._cache_tokens = cache_tokens
         self._next_ticket = 0
         self._version = 0
+        self._batch_invariant = batch_invariant
         self._flush()
 
     def add(self, request: Request) -> int:
@@ -138,7 +143,7 @@ class RadixEngine:
         self._pool = Pool(
             served.layers, served.key_value_heads, served.head_dim, self._cache_tokens, served.dtype, served.device
         )
-        self._batch = decode_batch(self._pool)
+        self._batch = decode_batch(self._pool, batch_invariant=self._batch_invariant)
         self._rows = Rows([])
         self._waiting: dict[tuple[int, ...], deque[Entry]] = {}
         self._n_waiting = 0
@@ -264,16 +269,19 @@ class RadixEngine:
 
     def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, attend) -> torch.Tensor:
         """tokens, positions (T,) -> hidden states (T, H)"""
+        if self._batch_invariant:
+            return run_decoder(self._served.decoder, tokens, positions, attend)
         out = self._served.decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False, attend=attend)
         return out.last_hidden_state[0]
 
     def _sample(self, rows: Rows, hidden: torch.Tensor, row_of: torch.Tensor | None = None):
         """Sample one token per row from hidden (R, H), or hidden[row_of]. Returns completions, and which rows go on."""
-        logits = self._served.head(hidden)
-        if row_of is not None:
-            logits = logits[row_of]
-        u = torch.from_numpy(uniforms(rows.seed, rows.sampled.astype(np.uint64))).to(logits.device)
-        tokens, logp = sample(logits, torch.from_numpy(rows.temperature).to(logits.device), u)
+        u, temperature = (torch.from_numpy(x).to(hidden.device) for x in (rows.next_uniform(), rows.temperature))
+        if self._batch_invariant:
+            tokens, logp = self._sample_invariant(hidden if row_of is None else hidden[row_of], temperature, u)
+        else:
+            logits = self._served.head(hidden)
+            tokens, logp = sample(logits if row_of is None else logits[row_of], temperature, u)
         finite = logp.isfinite()
         if not finite.all():
             bad = torch.nonzero(~finite).flatten().tolist()
@@ -282,6 +290,14 @@ class RadixEngine:
         stopped = self._is_eos[tokens]
         alive = ~stopped & (rows.sampled < rows.limit)
         return [self._complete(rows, row, stopped[row]) for row in np.flatnonzero(~alive)], alive
+
+    def _sample_invariant(self, hidden: torch.Tensor, temperature: torch.Tensor, u: torch.Tensor):
+        """`sample` on a multiple of ROWS rows, and the log-probs as the learner computes them."""
+        n = len(hidden)
+        extra = -n % ROWS
+        logits = self._served.head(pad(hidden, (0, 0, 0, extra)))
+        tokens, _ = sample(logits, pad(temperature, (0, extra), value=1.0), pad(u, (0, extra)))
+        return tokens[:n], log_probs(hidden, self._served.head.weight, tokens[:n], temperature).logp
 
     def _complete(self, rows: Rows, row: int, stopped: bool) -> tuple[int, Completion]:
         entry: Entry = rows.entry[row]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from spiral_fast.rollout.radix.paths import Group, PathAttention, native_serves
+from spiral_fast.path_attention import Group, PathAttention, native_serves
 from spiral_fast.rollout.radix.pool import SCRATCH, Pool
 from spiral_fast.rollout.radix.tree import Node
 

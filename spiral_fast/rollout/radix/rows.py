@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from spiral_fast.rollout.engine import Request
+from spiral_fast.rollout.radix.sampling import uniforms
 from spiral_fast.rollout.radix.tree import Node
 
 _FIELDS = ("entry", "seed", "sampled", "limit", "prompt", "temperature", "tokens", "logp")
@@ -50,6 +51,10 @@ class Rows:
         self.logp[every, self.sampled] = logp
         self.sampled += 1
         return tokens
+
+    def next_uniform(self) -> np.ndarray:
+        """(R,) the number in [0, 1) that decides each row's next token."""
+        return uniforms(self.seed, self.sampled.astype(np.uint64))
 
     def last_tokens(self) -> np.ndarray:
         return self.tokens[np.arange(len(self)), self.sampled - 1]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from spiral_fast.rollout.radix.runs import Lists
+from spiral_fast.lists import Lists
 from spiral_kernels.dispatch import native_unavailable
 
 
