@@ -1,5 +1,6 @@
-"""Seconds of a SPIRAL step by phase, every row computed alone and every token once: `python -m bench.step [--config FILE]
-[--steps N]`.
+"""Seconds of a SPIRAL step by phase, every row computed alone and every token once.
+
+`python -m bench.step [--config FILE] [--steps N] [KEY=VALUE]...`
 
 Two short trainings of the same seed, taken from their metrics.jsonl (wall seconds, median over the steps after the
 first, which compiles). `other` is what no phase accounts for.
