@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from spiral_kernels import PrefixTree, TreePlan
+from spiral_kernels import BackendError, PrefixTree, TreePlan
 from spiral_kernels.tree_attention import reference, triton_kernels, triton_tiles
 from tests.kernels.tree_nodes import nodes_of
 
@@ -82,6 +82,13 @@ def test_a_trace_that_is_the_prefix_of_another():
 )
 def test_heads_sizes_and_dtypes(heads, d, dtype):
     check(plan_of(nodes_of([-1, 0, 0], [70, 40, 60])), heads, d, dtype)
+
+
+def test_heads_too_large_are_refused():
+    plan = plan_of(nodes_of([-1], [2]))
+    _, q, k, v = inputs(plan, (1, 1), 257)
+    with pytest.raises(BackendError, match="D up to 256, got 257"):
+        triton_kernels.forward(q, k, v, plan, 0.1)
 
 
 def test_split_tiles_are_the_sum_of_their_parts(monkeypatch):

@@ -1,6 +1,7 @@
 """tree_attention in Triton: CUDA; float32, bfloat16 and float16, D up to 256 (padded to a power of 2, at least 16).
 
-float32 products are three tf32 ones each. Under TRITON_INTERPRET=1 it runs on the CPU, there bfloat16 inputs are turned
+float32 products are three tf32 ones each. Made for D up to 128: above, the kernel of dk and dv keeps some registers in
+memory (bfloat16: about 200 bytes a thread), and float32 is slow. Under TRITON_INTERPRET=1 it runs on the CPU, there bfloat16 inputs are turned
 to float32 first, since the interpreter's products of bfloat16 are wrong.
 """
 
@@ -13,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from spiral_kernels.dispatch import BackendError
 from spiral_kernels.tree_attention.plan import TreePlan
 from spiral_kernels.tree_attention.triton_backward import d_key_kernel, d_query_kernel, sum_parts_kernel
 from spiral_kernels.tree_attention.triton_forward import LOG2_E, forward_kernel
@@ -163,4 +165,6 @@ def _padded(x: Tensor) -> int:
 
 
 def _choice(q: Tensor) -> Choice:
+    if q.shape[2] > MAX_D:
+        raise BackendError(f"tree_attention: backend 'triton' serves D up to {MAX_D}, got {q.shape[2]}")
     return CHOICES[q.element_size(), max(64, _padded(q))]
