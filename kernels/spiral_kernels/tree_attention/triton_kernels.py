@@ -1,8 +1,10 @@
 """tree_attention in Triton: CUDA; float32, bfloat16 and float16, D up to 256 (padded to a power of 2, at least 16).
 
 float32 products are three tf32 ones each. Made for D up to 128: above, the kernel of dk and dv keeps some registers in
-memory (bfloat16: about 200 bytes a thread), and float32 is slow. Under TRITON_INTERPRET=1 it runs on the CPU, there bfloat16 inputs are turned
-to float32 first, since the interpreter's products of bfloat16 are wrong.
+memory (bfloat16: about 200 bytes a thread), and float32 is slow.
+
+Under TRITON_INTERPRET=1 it runs on the CPU. There bfloat16 inputs are turned to float32 first, since the interpreter's
+products of bfloat16 are wrong.
 """
 
 from __future__ import annotations
