@@ -331,7 +331,12 @@ def prepare(
 @app.command()
 @short_errors
 def bench(
-    suite: Annotated[str, typer.Argument(metavar="SUITE", help="head, learner, prefix_tree, rollout, set_advantages, tree_attention; none = all")] = "",
+    suite: Annotated[
+        str,
+        typer.Argument(
+            metavar="SUITE", help="head, learner, prefix_tree, rollout, set_advantages, tree_attention; none = all"
+        ),
+    ] = "",
 ) -> None:
     """Run the benchmarks of a checkout against their peers.
 
