@@ -100,6 +100,7 @@ class Generate:
 
     def __init__(self, model: PeftModel):
         self.model = model
+        self.stop: dict = {}  # what ends a row before the last new token
 
     def reset(self) -> None:
         self.model.get_base_model().set_attn_implementation("sdpa")
@@ -120,6 +121,7 @@ class Generate:
             use_cache=True,
             eos_token_id=None,
             pad_token_id=0,
+            **self.stop,
             **cache,
         )
         return out[:, ids.shape[1] :].tolist()
