@@ -1,4 +1,4 @@
-"""Rows of real rollouts: the run's own engine, grader and credit."""
+"""Rows of real rollouts: the run's own warm start, engine, grader and credit."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from spiral_fast.rewards.grading import Grading
 from spiral_fast.rollout.make_engine import make_engine
 from spiral_fast.rollout.two_stage import roll_out
 from spiral_fast.set_up import SetUp
+from spiral_fast.warm_start.run import warm_start
 
 
 class Rollouts(NamedTuple):
@@ -36,7 +37,10 @@ class Rollouts(NamedTuple):
 
 
 def sample(config: Config, parts: SetUp, n_problems: int) -> Rollouts:
-    """Of the first problems; rollout log-probs are the learner's own, so that every ratio is 1 as on policy."""
+    """Of the first problems, after the config's warm start; rollout log-probs are the learner's own, so each ratio is 1
+    as on policy."""
+    learner = Learner(config, parts.loaded)
+    warm_start(config, learner, parts.prompts, parts.problems)
     engine, credit = make_engine(config, parts.loaded), credit_of(config)
     drawn = [(i, parts.problems.train[i]) for i in range(n_problems)]
     with make_grader(config) as grader, Grading(grader, config) as grading:
@@ -46,7 +50,7 @@ def sample(config: Config, parts: SetUp, n_problems: int) -> Rollouts:
     for rollout in rollouts:
         credit(rollout)
     rows = loss_rows(rollouts, config)
-    logp = Learner(config, parts.loaded).log_probs(rows)
+    logp = learner.log_probs(rows)
     rows = [dataclasses.replace(row, rollout_logp=values) for row, values in zip(rows, logp, strict=True)]
     signs = np.random.default_rng(0).choice([-0.5, 0.5], len(rows))
     all_live = [dataclasses.replace(r, credit=r.credit or float(s)) for r, s in zip(rows, signs, strict=True)]

@@ -88,8 +88,8 @@ def load(case: Case) -> tuple[Config, SetUp]:
     parts = set_up(config)
     with torch.no_grad():
         for name, parameter in parts.loaded.model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.01)
+            if "lora_B" in name:  # a fresh adapter is zero
+                parameter.normal_(std=1e-3)
     return config, parts
 
 
@@ -113,6 +113,7 @@ def contenders(case: Case) -> tuple[dict[str, Contender], SetUp, Rollouts]:
     found["tree"] = found[PRUNED[1]] = ours("tree")
     found["PrefixGrouper"] = ours("set", PrefixGrouperLearner)
     _, other = load(case)
+    other.loaded.model.load_state_dict(parts.loaded.model.state_dict())
     other.loaded.causal_lm.set_attn_implementation("sdpa")
     for module in other.loaded.model.modules():
         if isinstance(module, LoraLayer):
