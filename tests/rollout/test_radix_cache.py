@@ -12,6 +12,7 @@ from tests.rollout.tiny_models import (
     VOCABULARY,
     check_counts,
     make_engine,
+    plain_logp,
     request,
     tiny_model,
     tree_prompts,
@@ -84,6 +85,32 @@ def test_a_prompt_that_ends_inside_an_earlier_one(exact_model):
     together = make_engine(exact_model)  # in one prefill the output is there anyway
     both = generate(together, [request(long), request(short, seed=9)])
     assert [done.computed_tokens for done in both] == [6, 0] and both[1].tokens == cold.tokens
+
+
+@pytest.mark.parametrize("cache_tokens", [100, 200, 20000])
+@pytest.mark.parametrize("dtype,error", [(torch.float64, 1e-6), (torch.float32, 2e-5)])
+def test_what_is_counted_is_what_runs_and_log_probs_hold_after_evictions(cache_tokens, dtype, error):
+    """Twice the same requests, in another order; in float64 by the torch attention, in float32 by the native one."""
+    model = tiny_model(dtype=dtype)
+    ran = []  # tokens of each forward
+    hook = (
+        model.get_base_model()
+        .get_input_embeddings()
+        .register_forward_hook(lambda module, tokens, out: ran.append(tokens[0].numel()))
+    )
+    requests = tree_requests(siblings=2)
+    requests += [requests[i] for i in np.random.default_rng(0).permutation(len(requests))]
+    engine = make_engine(model, cache_tokens=cache_tokens, prefill_chunk=16)
+    completions = generate(engine, requests)
+    hook.remove()
+    check_counts(engine, requests, completions)
+    # a request's first token comes from its prompt's last hidden state, each later one from a forward of one token
+    assert sum(ran) == engine.counts.computed + engine.counts.generated - len(requests)
+    assert engine._pool.held == engine._tree.size <= cache_tokens
+    if cache_tokens == 20000:
+        assert engine.counts.computed == trie_tokens(each.prompt for each in requests)
+    for each, done in zip(requests, completions, strict=True):
+        np.testing.assert_allclose(done.logp, plain_logp(model, each, done.tokens), rtol=0, atol=error)
 
 
 @pytest.mark.parametrize("cache_tokens", [110, 200, 450])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from spiral_fast.config import Config, ConfigError, load_config
+from spiral_fast.path_attention import native_missing
 from spiral_fast.rollout.fits import check_fits
 from spiral_fast.rollout.make_engine import make_engine
 from spiral_fast.rollout.two_stage import draw_sets, roll_out
@@ -135,3 +136,32 @@ def test_sets_without_aggregation(parts):
     for result in found:
         assert result.aggregation == [[] for _ in range(settings.n_sets)] and len(result.traces()) == settings.n_search
         assert (result.sets == draw_sets(result, config)).all() and len(result.sets) == settings.n_sets
+
+
+@pytest.mark.parametrize("running", [5, 16])
+def test_early_problems_aggregate_while_later_ones_search(parts, running):
+    """Aggregation traces of the first problem are done, and others running, before the last one's search is."""
+    config, done = configure(f"rollout.max_running={running}"), []
+    engine = make_engine(config, parts.loaded)
+    drawn = [(draw, parts.problems.train[draw]) for draw in range(4)]
+    roll_out(engine, parts.prompts, drawn, config, on_trace=lambda _, trace: done.append(trace.key))
+    first, last = (problem.id for _, problem in (drawn[0], drawn[-1]))
+    aggregated = [i for i, key in enumerate(done) if key.problem == first and key.level == AGGREGATION]
+    searched = [i for i, key in enumerate(done) if key.problem == last and key.level == SEARCH]
+    assert min(aggregated) < min(searched) and max(aggregated) < max(searched)
+
+
+@pytest.mark.skipif(native_missing() is not None, reason=str(native_missing()))
+def test_a_small_cache_changes_no_trace(parts):
+    """rollout.cache_tokens just above one request, some more, and plenty: the same traces to the last bit."""
+    drawn, found = [(0, parts.problems.train[0])], {}
+    for tokens in (142, 300, 65536):
+        config = configure(f"rollout.cache_tokens={tokens}", "rollout.batch_invariant=true")
+        engine = make_engine(config, parts.loaded)
+        (rollout,) = roll_out(engine, parts.prompts, drawn, config)
+        assert engine.counts.prompt == engine.counts.cached + engine.counts.computed
+        assert engine._pool.held == engine._tree.size <= tokens
+        found[tokens] = engine.counts.computed, [(t.tokens, t.logp.tolist()) for t in rollout.traces()]
+    computed, traces = zip(*found.values(), strict=True)
+    assert all(other == traces[-1] for other in traces)
+    assert min(computed) == computed[-1]

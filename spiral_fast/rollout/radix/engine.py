@@ -9,12 +9,14 @@ output at the end of a prompt is kept, so a prompt seen before costs nothing; on
 *earlier* prefill, where no output was kept, computes its last token again (computed 1, cached the rest). Of requests
 admitted together the first with a prefix computes it.
 
-Memory. `cache_tokens` bounds the prompt tokens in the tree plus `max_new_tokens` of every running request. Decoding
-also keeps a padded copy of each running prompt (one per group of siblings admitted together), outside this budget.
+Memory. `cache_tokens` bounds the prompt tokens in the tree plus `max_new_tokens` of every running request: all keys and
+values there are, where the native kernels serve (CPU, float32 and bfloat16). Elsewhere decoding also keeps a padded
+copy of each running prompt (one per group of siblings admitted together), outside this budget.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Iterable
 
@@ -95,8 +97,14 @@ class RadixEngine:
             )
         entry = Entry(self._next_ticket, request)
         self._next_ticket += 1
-        # Siblings are admitted together, whatever the order they came in.
-        self._waiting.setdefault(tuple(request.prompt), deque()).append(entry)
+        if not self._n_waiting and not len(self._rows):
+            self._ranks.clear()
+        prompt = tuple(request.prompt)
+        if prompt not in self._waiting:
+            self._waiting[prompt] = deque()
+            rank = self._ranks.setdefault(request.key.problem, len(self._ranks))
+            heapq.heappush(self._order, (rank, entry.ticket, prompt))
+        self._waiting[prompt].append(entry)
         self._n_waiting += 1
         return entry.ticket
 
@@ -145,7 +153,9 @@ class RadixEngine:
         )
         self._batch = decode_batch(self._pool, batch_invariant=self._batch_invariant)
         self._rows = Rows([])
-        self._waiting: dict[tuple[int, ...], deque[Entry]] = {}
+        self._waiting: dict[tuple[int, ...], deque[Entry]] = {}  # siblings together, in whatever order they came
+        self._order: list[tuple[int, int, tuple[int, ...]]] = []  # heap of the waiting prompts
+        self._ranks: dict[str, int] = {}  # of problems, by their first request since the engine was idle
         self._n_waiting = 0
         self._reserved = 0  # new tokens the running requests may still ask for, and those they have
         self._full = False  # the first in the queue did not fit, and nothing has finished since
@@ -164,14 +174,18 @@ class RadixEngine:
     # Admission and prefill
 
     def _admit(self) -> list[tuple[int, Completion]]:
-        """Admit requests, prompt by prompt in order of arrival, as rows and budget allow; sample first tokens."""
+        """Admit requests, prompt by prompt, as rows and budget allow; sample first tokens.
+
+        Problems in order of arrival: the aggregations of an early one come before the searches of later ones.
+        """
         room = self._max_running - len(self._rows)
         if self._full or not self._n_waiting or room < min(self._n_waiting, max(1, self._max_running // 8)):
             return []  # a few free rows wait for more of them: a prefill costs a forward however short it is
         groups: list[list[Entry]] = []
         plan = Plan()
         while self._waiting and room:
-            prompt, queue = next(iter(self._waiting.items()))
+            prompt = self._order[0][2]
+            queue = self._waiting[prompt]
             members = self._place(prompt, queue, room, plan)
             if not members:
                 self._full = True
@@ -180,6 +194,7 @@ class RadixEngine:
             room -= len(members)
             self._n_waiting -= len(members)
             if not queue:
+                heapq.heappop(self._order)
                 del self._waiting[prompt]
         if not groups:
             return []
