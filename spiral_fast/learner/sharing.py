@@ -66,30 +66,31 @@ def cut(rows: Sequence[Row], paths: Paths, token_budget: int, cost: Cost) -> lis
     FLOPs.
     """
     order = sorted(range(len(rows)), key=lambda i: (paths.ids[i][-1], i))
-    length = [len(paths.ids[i]) for i in order]
-    shared = [0] + [_agreeing(paths.ids[a], paths.ids[b]) for a, b in pairwise(order)]
-    sampled = [len(rows[i].tokens) for i in order]
-    flops = [cost.flops(n - s, _pairs(n) - _pairs(s), r) for n, s, r in zip(length, shared, sampled, strict=True)]
-    # best[j], of the rows before j: (tokens computed twice, parts, sum of squared FLOPs), where the last part begins
-    best: list[tuple[tuple[float, int, float], int]] = [((0, 0, 0.0), 0)]
+    length, sampled = (np.array([len(x[i]) for i in order]) for x in (paths.ids, [row.tokens for row in rows]))
+    shared = np.array([0] + [_agreeing(paths.ids[a], paths.ids[b]) for a, b in pairwise(order)])
+    of_shared = cost.flops(shared, _pairs(shared), 0)
+    # A part order[i:j] computes what its rows add to the row before each, and what its first shares with order[i - 1].
+    added = _sums(length - shared)
+    flops = _sums(cost.flops(length, _pairs(length), sampled) - of_shared)
+    # Of the best cut of the first j rows: tokens computed twice, parts, sum of squared FLOPs; where its
+    # last part begins.
+    repeated, parts, last = (np.zeros(len(order) + 1, np.int64) for _ in range(3))
+    squares = np.zeros(len(order) + 1)
     for j in range(1, len(order) + 1):
-        tokens, work, choices = 0, 0.0, []
-        for i in range(j - 1, -1, -1):  # the last part is order[i:j]; its first row computes what it shared, too
-            if tokens > token_budget:
-                break
-            if tokens + length[i] <= token_budget or i == j - 1:
-                repeated, parts, squares = best[i][0]
-                squares += (work + flops[i] + cost.flops(shared[i], _pairs(shared[i]), 0)) ** 2
-                choices.append(((repeated + shared[i], parts + 1, squares), i))
-            tokens += length[i] - shared[i]
-            work += flops[i]
-        best.append(min(choices))
-    parts, end = [], len(order)
-    while end:
-        begin = best[end][1]
-        parts.append(order[begin:end])
-        end = begin
-    return parts[::-1]
+        i = np.arange(min(np.searchsorted(added, added[j] - token_budget), j - 1), j)
+        best = (added[j] - added[i] + shared[i] <= token_budget) | (i == j - 1)
+        for of, values in (
+            (repeated, repeated[i] + shared[i]),
+            (parts, parts[i] + 1),
+            (squares, squares[i] + (flops[j] - flops[i] + of_shared[i]) ** 2),
+        ):
+            of[j] = values[best].min()
+            best &= values == of[j]
+        last[j] = i[best.argmax()]
+    ends = [len(order)]
+    while ends[-1]:
+        ends.append(last[ends[-1]])
+    return [order[begin:end] for begin, end in pairwise(ends[::-1])]
 
 
 def _flat(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -105,6 +106,11 @@ def _agreeing(a: np.ndarray, b: np.ndarray) -> int:
     return int(differ[0]) if len(differ) else n
 
 
-def _pairs(length: int) -> int:
+def _pairs(length: np.ndarray) -> np.ndarray:
     """(query, key) pairs of causal attention over so many tokens."""
     return length * (length + 1) // 2
+
+
+def _sums(values: np.ndarray) -> np.ndarray:
+    """The sums of the first 0, 1, ... values."""
+    return np.concatenate([[0], values.cumsum()])
