@@ -36,7 +36,7 @@ def tree_attention(
     """softmax(scale * q k^T) v, where query row i sees key row j if and only if j <= i < subtree_end[node of j].
 
     q (T, Hq, D), k and v (T, Hkv, D), Hkv divides Hq (query head h reads key head h // (Hq / Hkv)): float32, bfloat16
-    or float64, one dtype and device, any strides. scale None = 1 / sqrt(D). Returns (T, Hq, D) of q's dtype.
+    or float64, one dtype and device, any strides. scale > 0, None = 1 / sqrt(D). Returns (T, Hq, D) of q's dtype.
 
     tree: a PrefixTree, its (start, end, parent, subtree_end), or a TreePlan of either, which checks the tree and forms
     what the kernels need on the host: make it once and pass it to every layer, and always inside torch.compile.
@@ -47,12 +47,15 @@ def tree_attention(
     Raises ValueError on shapes, dtypes, devices or nodes that do not fit, BackendError if a forced backend cannot
     serve.
     """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise ValueError(f"tree_attention: {name} must be a tensor, got {type(x).__name__}")
     plan = tree if isinstance(tree, TreePlan) else TreePlan.of(tree, q.device)
     _check(q, k, v, plan)
+    scale = _scale(scale, q.shape[-1])
     backend = choose_backend("tree_attention", q.device, q.dtype)
     if len(q) and ((backend == "triton" and not plan.tiles) or (backend == "cascade" and not plan.levels.tensors)):
         raise ValueError(f"tree_attention: the plan was made when backend {backend!r} would not serve; make it again")
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     out, _ = torch.ops.spiral_kernels.tree_attention(q, k, v, plan.tensors, scale, backend)
     return out
 
@@ -77,6 +80,14 @@ def _check(q: Tensor, k: Tensor, v: Tensor, plan: TreePlan) -> None:
     rows = plan.visible_until
     need(rows.device == q.device, f"the plan is for {rows.device}, q on {q.device}; TreePlan.of(tree, q.device)")
     need(rows.shape[0] == q.shape[0], f"the tree has {rows.shape[0]} rows, q {q.shape[0]}")
+
+
+def _scale(scale: float | None, size: int) -> float:
+    if scale is None:
+        return 1 / math.sqrt(size)
+    if not (isinstance(scale, int | float) and 0 < scale < math.inf):  # flash attention is wrong for others
+        raise ValueError(f"tree_attention: scale must be a number > 0, got {scale!r}; a sign belongs into q")
+    return float(scale)
 
 
 @torch.library.custom_op(

@@ -78,9 +78,11 @@ def _backends(device: torch.device) -> set[str]:
 
 
 def _nodes(arrays: Sequence) -> list[Tensor]:
-    if len(arrays) != len(NODE_ARRAYS):
-        names = ", ".join(NODE_ARRAYS)
-        raise ValueError(f"tree_attention: a tree is a PrefixTree, a TreePlan or ({names}), got {len(arrays)} items")
+    if not isinstance(arrays, Sequence) or len(arrays) != len(NODE_ARRAYS):
+        found = f"{len(arrays)} items" if isinstance(arrays, Sequence) else type(arrays).__name__
+        raise ValueError(
+            f"tree_attention: a tree is a PrefixTree, a TreePlan or ({', '.join(NODE_ARRAYS)}), got {found}"
+        )
     nodes = [torch.as_tensor(array) for array in arrays]
     for name, array in zip(NODE_ARRAYS, nodes, strict=True):
         whole = not (array.is_floating_point() or array.is_complex() or array.dtype == torch.bool)
