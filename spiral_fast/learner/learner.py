@@ -206,16 +206,12 @@ class Learner:
         if not rows:
             return
         if self.config.sharing == "none":
-            yield from self.flat_micro_batches(rows)
+            for part in micro_batches(rows, self.config.micro_batch_tokens):
+                yield part, pack([(rows[i].prompt, rows[i].tokens) for i in part], self.device)
             return
         paths = paths_of(rows, self.config.sharing)
         for part in cut(rows, paths, self.config.micro_batch_tokens, self.cost):
             yield part, pack_tree(rows, paths, part, self.device)
-
-    def flat_micro_batches(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], Packed]]:
-        """The same with every row alone: what `learner.sharing: none` computes."""
-        for part in micro_batches(rows, self.config.micro_batch_tokens):
-            yield part, pack([(rows[i].prompt, rows[i].tokens) for i in part], self.device)
 
     def gradient(self) -> torch.Tensor:
         """The adapter's gradient as one flat vector (a copy); a parameter without one counts as zero."""

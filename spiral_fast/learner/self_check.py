@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from spiral_fast.learner.packed import pack
 from spiral_fast.learner.rows import Row
 
 if TYPE_CHECKING:
@@ -23,24 +25,29 @@ class SharingDiffers(RuntimeError):
 
 
 def check_against_flat(learner: Learner, rows: Sequence[Row], logp: torch.Tensor) -> None:
-    """Raise SharingDiffers unless the learner's gradient, which must be that of `rows` alone, is the flat one's up to
-    rounding. logp (R,): the log-probs that came with it, row after row. The gradient is left as it was."""
+    """Raise SharingDiffers unless the learner's gradient, which must be that of `rows` alone, is up to rounding the sum
+    of each row's own. logp (R,): the log-probs that came with it, row after row. The gradient is left as it was.
+
+    Rounding is relative to the root of the rows' summed squares where that is larger than the norm of the sum: the
+    gradients of equal traces with opposite credits cancel, their rounding does not."""
     shared = learner.gradient()
     if not shared.isfinite().all():  # reported as such by the step
         return
     parameters = list(learner.parameters.values())
     kept = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    flat_logp: list[torch.Tensor] = [logp] * len(rows)
-    for part, packed in learner.flat_micro_batches(rows):
-        out, _ = learner.loss_and_gradient([rows[i] for i in part], packed)
-        for i, values in zip(part, out.logp.split(packed.counts), strict=True):
-            flat_logp[i] = values
-    flat = learner.gradient()
+    flat, flat_logp, squares = torch.zeros_like(shared), [], 0.0
+    for row in rows:
+        for parameter in parameters:
+            parameter.grad = None
+        out, _ = learner.loss_and_gradient([row], pack([(row.prompt, row.tokens)], learner.device))
+        gradient = learner.gradient()
+        flat += gradient
+        squares += _norm(gradient) ** 2
+        flat_logp.append(out.logp)
     for parameter, gradient in zip(parameters, kept, strict=True):
         parameter.grad = gradient
-    difference = _norm(shared - flat) / max(_norm(flat), torch.finfo(flat.dtype).tiny)
+    size = max(_norm(flat), math.sqrt(squares))
+    difference = _norm(shared - flat) / max(size, torch.finfo(flat.dtype).tiny)
     limit = LARGEST_DIFFERENCE[learner.policy.model.get_base_model().dtype]
     if not difference <= limit:
         gap = (logp - torch.cat(flat_logp)).abs().max().item()

@@ -196,6 +196,14 @@ def test_the_check_leaves_the_gradient_as_it_was():
     assert all(torch.equal(checked[name], unchecked[name]) for name in unchecked)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gradients_that_cancel_pass_the_check(dtype):
+    """Equal search traces in different sets may have opposite credits: what is left of them is rounding alone."""
+    row = make_rows([(20, 9)])[0]
+    rows = [dataclasses.replace(row, credit=credit) for credit in (0.75, -0.25, -0.25, -0.25)]
+    assert not Learner(config(), loaded(dtype=dtype)).step(rows).skipped_reason
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_smollm2():
