@@ -13,8 +13,11 @@ from spiral_fast.config import Config, ConfigError, load_config
 from spiral_fast.record.files import by_step, holds_run
 from spiral_fast.record.run_folder import read_metrics
 
-# What may change without changing what the next steps compute; whole sections end in a dot.
-MAY_CHANGE = ("run_dir", "learner.steps", "evaluate.every", "record.", "reward.workers", "learner.max_skipped_steps")
+# What may change: the next steps compute the same; the last line up to rounding only. Whole sections end in a dot.
+MAY_CHANGE = (
+    *("run_dir", "learner.steps", "evaluate.every", "record.", "reward.workers", "learner.max_skipped_steps"),
+    *("learner.sharing", "learner.self_check", "learner.micro_batch_tokens", "learner.checkpointing"),
+)
 
 
 def resumed_config(run: Path, overrides: list[str]) -> Config:

@@ -210,6 +210,8 @@ def test_with_saves_few_and_far_between_more_is_made_again(crashes, whole, tmp_p
         ("learner.steps=9", True),
         ("record.keep_last=5", True),
         ("evaluate.every=3", True),
+        ("learner.sharing=none", True),
+        ("learner.micro_batch_tokens=99", True),
         ("learner.learning_rate=1e-3", False),
         ("seed=4", False),
         ("rollout.max_running=3", False),

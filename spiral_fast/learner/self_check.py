@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LARGEST_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 
 
-class SharingDiffers(RuntimeError):
+class SharingDiffers(FloatingPointError):
     """The gradient with shared prefixes is not the flat one; the message has the figures."""
 
 
