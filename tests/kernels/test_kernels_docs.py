@@ -61,13 +61,42 @@ def test_grpo_step():
         )
 
 
+def test_group_step():
+    """One SGD step equals that of the formula, each sample alone in float64; one sample is dead."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    heads = {"num_key_value_heads": 1, "head_dim": 8, "initializer_range": 0.2}
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=61, **sizes, **heads))
+    truth = Qwen3ForCausalLM(model.config).double()
+    truth.load_state_dict(model.state_dict())
+    prompt, samples = torch.randint(61, (20,)).tolist(), [torch.randint(61, (n,)).tolist() for n in (5, 1, 9)]
+    advantages, rollout = torch.tensor([0.5, -1.25, 0.0]), torch.randn(15) - 4
+
+    losses = []
+    for sample, advantage, its in zip(samples, advantages, rollout.split([5, 1, 9]), strict=True):
+        logits = truth(torch.tensor([prompt + sample]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        logp = logits.log_softmax(-1).gather(1, torch.tensor(sample)[:, None])[:, 0]
+        losses.append(-((logp - its).exp() * advantage).sum() / 15)
+    sum(losses).backward()
+
+    namespace = {"torch": torch}
+    exec(block("def group_step"), namespace)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    loss = namespace["group_step"](model, optimizer, prompt, samples, advantages, rollout)
+    torch.testing.assert_close(loss, sum(losses).detach().float(), rtol=1e-5, atol=1e-6)
+    for name, parameter in truth.named_parameters():
+        step = before[name] - dict(model.named_parameters())[name]
+        torch.testing.assert_close(step, parameter.grad.float(), rtol=1e-4, atol=1e-5)
+
+
 def test_forcing_a_backend():
     exec(block("force_backend"), {"torch": torch})
 
 
 def test_other_blocks_are_run_elsewhere():
     """Those of TRL and verl by the tests of the integrations."""
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 5
     assert block("GRPOTrainer(") and block("integrations.verl")
 
 
