@@ -402,6 +402,22 @@ def test_opcheck(loss):
     torch.library.opcheck(torch.ops.spiral_kernels.policy_loss.default, op_arguments(batch, loss, False))
 
 
+def test_the_gradient_has_no_gradient(backend):
+    """Autograd would take the stored gradient for constant; only the reference is differentiable twice."""
+    for power in (1, 2):
+        batch = Batch([2, 3])
+        batch.weight[:], batch.credit[:] = 1, 1
+        logp = batch.logp.requires_grad_()
+        loss = policy_loss(logp, batch.rollout, batch.credit, batch.cu_seqlens).loss
+        (d_logp,) = torch.autograd.grad(loss**power, logp, create_graph=True)
+        penalty = d_logp.square().sum()
+        if backend == "reference":
+            penalty.backward()
+        else:
+            with pytest.raises(RuntimeError, match="policy_loss: its gradient has no gradient of its own"):
+                penalty.backward()
+
+
 def test_compiles():
     batch = Batch([3, 0, 4])
 
@@ -441,7 +457,7 @@ def test_no_gradient_is_formed_under_no_grad():
     [
         ({"logp": torch.zeros(4, 1)}, r"logp must be \(T,\)"),
         ({"logp": torch.zeros(4, dtype=torch.bfloat16)}, "logp must be float32 or float64"),
-        ({"rollout_logp": torch.zeros(3)}, r"rollout_logp must be \(4,\), got \(3,\)"),
+        ({"rollout_logp": torch.zeros(3)}, r"rollout_logp must be \(4,\) real numbers, got \(3,\)"),
         ({"advantages": torch.zeros(3)}, r"advantages must be \(2,\)"),
         ({"ref_logp": torch.zeros(4, device="meta")}, "ref_logp is on meta"),
         ({"old_logp": torch.zeros(4, requires_grad=True)}, "old_logp carries no gradient; detach it"),
@@ -452,17 +468,27 @@ def test_no_gradient_is_formed_under_no_grad():
         ({"loss": "ppo"}, "no loss 'ppo'; there are: importance_sampling, ppo_clip"),
         ({"loss": "ppo_clip"}, r"'ppo_clip' needs clip=\(low, high\)"),
         ({"loss": "ppo_clip", "clip": (None, None)}, "needs clip"),
-        ({"loss": "ppo_clip", "clip": (1.2, 0.2)}, r"low must lie in 0 \.\. 1, got 1.2"),
+        ({"loss": "ppo_clip", "clip": (1.2, 0.2)}, r"low must lie in 0 \.\. 1"),
         ({"loss": "ppo_clip", "clip": (0.2, -0.2)}, "high must be >= 0"),
         ({"clip": (0.2, 0.2)}, "'importance_sampling' clips nothing"),
         ({"loss": "cispo", "clip": (0.2, 0.2), "dual_clip": 3.0}, "dual_clip belongs to ppo_clip and gspo"),
-        ({"loss": "gspo", "clip": (0.2, 0.2), "dual_clip": 1.0}, "dual_clip must be > 1"),
+        ({"loss": "gspo", "clip": (0.2, 0.2), "dual_clip": 1.0}, "dual_clip must be a number > 1, got 1.0"),
         ({"kl": "k4"}, "no estimator kl='k4'; there are: k1, k2, k3"),
-        ({"kl_coef": 0.1}, "kl_coef is 0.1: pass ref_logp"),
+        ({"kl_coef": 0.1}, "kl_coef is not 0: pass ref_logp"),
         ({"tis_cap": 2.0}, "tis_cap .* is 1 without old_logp"),
-        ({"tis_cap": 0.0, "old_logp": torch.zeros(4)}, "tis_cap must be > 0"),
+        ({"tis_cap": 0.0, "old_logp": torch.zeros(4)}, "tis_cap must be a number > 0, got 0.0"),
         ({"token_mask": (0.5, 2)}, "token_mask looks at old_logp - rollout_logp"),
         ({"sequence_mask": (2, 0.5), "old_logp": torch.zeros(4)}, "sequence_mask must be"),
+        ({"sequence_mask": (0.5,), "old_logp": torch.zeros(4)}, r"sequence_mask must be \(low, high\), got \(0.5,\)"),
+        ({"off_policy_mask": math.nan}, "off_policy_mask must be a finite number, got nan"),
+        ({"kl_coef": math.nan, "ref_logp": torch.zeros(4)}, "kl_coef must be a finite number, got nan"),
+        ({"loss": "gspo", "clip": 0.2}, r"clip must be \(low, high\), got 0.2"),
+        ({"loss": "gspo", "clip": (0.2, 0.2, 0.2)}, r"clip must be \(low, high\)"),
+        ({"loss": "gspo", "clip": (True, 0.2)}, "clip: low must be a finite number, got True"),
+        ({"logp": [0.0] * 4}, "logp must be a dense tensor, got list"),
+        ({"cu_seqlens": [0, 1, 4]}, "cu_seqlens must be a dense tensor, got list"),
+        ({"advantages": torch.zeros(2, dtype=torch.complex64)}, r"advantages must be \(2,\) real numbers"),
+        ({"token_weight": torch.zeros(4, dtype=torch.complex64)}, r"token_weight must be \(4,\) real numbers"),
     ],
 )
 def test_bad_input_is_one_clear_line(backend, change, message):
@@ -472,7 +498,7 @@ def test_bad_input_is_one_clear_line(backend, change, message):
         "advantages": torch.zeros(2),
         "cu_seqlens": torch.tensor([0, 1, 4]),
     }
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match=f"^policy_loss: .*{message}") as error:
         policy_loss(**inputs | change)
     assert "\n" not in str(error.value)
 
@@ -542,7 +568,12 @@ def test_token_weights_are_the_padded_formulas_of_verl_and_trl():
         ({"reduction": "mean"}, "no reduction 'mean'; there are: problem_mean"),
         ({"reduction": "problem_mean"}, "problem_mean needs n_problems"),
         ({"reduction": "dr_grpo"}, "dr_grpo needs max_length"),
-        ({"reduction": "dr_grpo", "max_length": 0}, "max_length must be > 0"),
+        ({"reduction": "dr_grpo", "max_length": 0}, "max_length must be a whole number >= 1, got 0"),
+        ({"n_sequences": math.nan}, "n_sequences must be a whole number >= 1, got nan"),
+        ({"n_sequences": True}, "n_sequences must be a whole number >= 1, got True"),
+        ({"mask": [True] * 4}, "mask must be a dense tensor, got list"),
+        ({"mask": torch.ones(4, dtype=torch.bool, device="meta")}, r"mask must be \(T,\) bool on cpu"),
+        ({"cu_seqlens": [0, 4]}, "cu_seqlens must be a dense tensor, got list"),
         ({"mask": torch.ones(4)}, r"mask must be \(T,\) bool"),
         ({"mask": torch.ones(3, dtype=torch.bool)}, "cu_seqlens ends at 4, but there are 3 tokens"),
         ({"cu_seqlens": torch.tensor([1, 4])}, "must start at 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from itertools import product
 
@@ -237,21 +238,55 @@ def test_credits_have_the_dtype_of_the_rewards(device, dtype):
         assert torch.equal(credit, want.to(expected)) and torch.equal(credit == 0, want == 0)
 
 
-def test_bad_input_is_named():
-    rewards, sets = torch.zeros(1, 2, 2), torch.tensor([[[0, 1], [1, 2]]])
-    with pytest.raises(ValueError, match="sets .*expected"):
-        set_advantages(rewards, sets[:, :1], 3)
-    for bad in (-1, 3):
-        with pytest.raises(ValueError, match="members: a set contains a trace of another problem"):
-            set_advantages(rewards, torch.tensor([[[0, 1], [1, bad]]]), 3)
-    with pytest.raises(ValueError, match="members: a set contains the same trace twice"):
-        set_advantages(rewards, torch.tensor([[[0, 1], [1, 1]]]), 3)
-    with pytest.raises(ValueError, match="rewards: not finite"):
-        set_advantages(rewards + float("nan"), sets, 3)
-    with pytest.raises(ValueError, match="search_target is 5: search_length must hold 3 lengths"):
-        set_advantages(rewards, sets, 3, search_target=5)
-    with pytest.raises(ValueError, match="at least one aggregation"):
-        set_advantages(torch.zeros(1, 2, 0), sets, 3)
+GOOD = {"rewards": torch.zeros(1, 2, 2), "sets": torch.tensor([[[0, 1], [1, 2]]]), "n_search": 3}
+LENGTHS = torch.ones(1, 3, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rewards": torch.zeros(2, 2)}, r"rewards must be \(P, K, N2\), got \(2, 2\)"),
+        ({"rewards": torch.zeros(1, 2, 2) + math.nan}, "rewards: not finite"),
+        ({"rewards": torch.zeros(1, 2, 0)}, "reward_offsets: every set needs at least one aggregation"),
+        ({"rewards": torch.zeros(1, 2, 2, dtype=torch.complex64)}, "rewards must be .* real numbers"),
+        ({"rewards": torch.zeros(1, 2, 2, requires_grad=True)}, "rewards carries no gradient; detach it"),
+        ({"rewards": [[[0.0]]]}, "rewards must be a dense tensor, got list"),
+        ({"sets": GOOD["sets"][:, :1]}, r"sets must be \(1, 2, n\) int64, as rewards are, got \(1, 1, 2\)"),
+        ({"sets": GOOD["sets"].float()}, "sets must be .* int64, .* got .* float32"),
+        ({"sets": torch.tensor([[[0, 1], [1, -1]]])}, "a set contains a trace of another problem"),
+        ({"sets": torch.tensor([[[0, 1], [1, 3]]])}, "a set contains a trace of another problem"),
+        ({"sets": torch.tensor([[[0, 1], [1, 1]]])}, "a set contains the same trace twice"),
+        ({"n_search": True}, "n_search must be a whole number >= 0, got True"),
+        ({"search_target": 5}, "search_target is 5: pass search_length"),
+        ({"search_target": 2.5, "search_length": LENGTHS}, "search_target must be a whole number >= 0, got 2.5"),
+        ({"search_length": LENGTHS.t(), "search_target": 5}, r"search_length must be \(1, 3\) int64, got \(3, 1\)"),
+        ({"search_length": LENGTHS.float(), "search_target": 5}, "search_length must be .* int64, got .* float32"),
+        ({"aggregation_length": LENGTHS}, r"aggregation_length must be \(1, 2, 2\) int64, got \(1, 3\)"),
+    ],
+)
+def test_bad_input_is_one_clear_line(change, message):
+    with pytest.raises(ValueError, match=message) as error:
+        set_advantages(**GOOD | change)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (1, torch.tensor([0, 1, 4, 3]), "reward_offsets must start at 0 and never fall"),
+        (1, torch.tensor([0, 2]), "offsets of rewards, members, sets end at"),
+        (2, torch.zeros(2, 2, dtype=torch.int64), r"members must be \(4,\) int64, got \(2, 2\)"),
+        (3, torch.tensor([0, 1.0, 2]), "member_offsets must be .* int64, got .* float32"),
+        (4, torch.zeros(0, dtype=torch.int64), "trace_offsets must start at 0, it is empty"),
+        (5, [0, 2], "set_offsets must be a dense tensor, got list"),
+    ],
+)
+def test_bad_offsets_are_one_clear_line(place, value, message):
+    arguments = list(flat([(3, [[0, 1], [1, 2]], [[0, 1], [1, 1]])]))
+    arguments[place] = value
+    with pytest.raises(ValueError, match=f"^set_advantages: {message}") as error:
+        flat_set_advantages(*arguments)
+    assert "\n" not in str(error.value)
 
 
 def test_opcheck(device):

@@ -6,11 +6,13 @@ from typing import NamedTuple
 
 import torch
 
+from spiral_kernels.checks import Checks, described
+from spiral_kernels.derivatives import first_only
 from spiral_kernels.dispatch import choose_backend, native_unavailable, register_backends, triton_unavailable
 from spiral_kernels.linear_logprob import reference, tiled
 from spiral_kernels.linear_logprob.backends import forward, row_backend
 from spiral_kernels.linear_logprob.head import accumulation_dtype, head_of
-from spiral_kernels.linear_logprob.tiles import check_range
+from spiral_kernels.linear_logprob.tiles import check_values
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -39,7 +41,7 @@ def linear_logprob(
 
     hidden (N, H) and weight (V, H): float32, bfloat16 or float64, one dtype and device. targets (R,) int64 in 0 .. V-1.
     row_index (R,) int64 in 0 .. N-1: the hidden row of each r, repeats allowed (a prefix's last token predicts one
-    token per child); None = row r, R = N. temperature > 0: a number or (R,). R = 0 is fine.
+    token per child); None = row r, R = N. temperature > 0, finite: a number or (R,). R = 0 is fine.
 
     bias (V,): of any floating dtype, without gradient; -inf takes a class out (with a soft_cap it is that class's logit
     of -soft_cap, as the formula says). soft_cap > 0: Gemma 2's final_logit_softcapping, arXiv 2408.00118 section 2.
@@ -50,13 +52,17 @@ def linear_logprob(
     logits tile by tile for d_hidden and d_weight; under no_grad there is no gradient work. Memory and precision: see
     tiled.py.
 
-    Raises ValueError on shapes, dtypes or devices that do not fit, IndexError on an index out of range (on CUDA a
-    device assertion), BackendError if a forced backend cannot serve. Deterministic on CPU; on CUDA sums over repeated
+    Raises ValueError on shapes, dtypes, devices or numbers that do not fit (into a tensor of temperatures it looks on
+    CPU only), IndexError on an index out of range (on CUDA a device assertion), BackendError if a forced backend cannot
+    serve, RuntimeError where the gradient is differentiated. Deterministic on CPU; on CUDA sums over repeated
     row_index follow torch.use_deterministic_algorithms.
     """
-    scale = check_head(hidden, weight, bias, soft_cap, targets, row_index, temperature)
+    checks = Checks("linear_logprob")
+    scale = check_head(checks, hidden, weight, bias, soft_cap, targets, row_index, temperature)
+    checks.need(isinstance(return_entropy, bool), f"return_entropy must be True or False, got {return_entropy!r}")
     backend = choose_backend("linear_logprob", hidden.device, hidden.dtype)
     if backend == "reference":
+        check_values("linear_logprob", hidden, weight, targets, row_index, scale)
         logp, lse, entropy = reference.linear_logprob(hidden, weight, bias, targets, row_index, temperature, soft_cap)
         logp, lse, entropy = logp.to(scale.dtype), lse.detach().to(scale.dtype), entropy.detach().to(scale.dtype)
     else:
@@ -68,44 +74,36 @@ def linear_logprob(
     return LogProbs(logp, entropy if return_entropy else None, lse)
 
 
-def check_head(hidden, weight, bias, soft_cap, targets, row_index, temperature) -> torch.Tensor:
+def check_head(checks: Checks, hidden, weight, bias, soft_cap, targets, row_index, temperature) -> torch.Tensor:
     """1 / temperature as (R,) of the accumulation dtype. Raises ValueError with one line."""
-
-    def need(good: bool, message: str) -> None:
-        if not good:
-            raise ValueError(f"linear_logprob: {message}")
-
-    def shape(tensor: torch.Tensor) -> str:
-        return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
-
-    need(hidden.dim() == 2, f"hidden must be (N, H), got {shape(hidden)}")
-    need(weight.dim() == 2 and weight.shape[0] > 0, f"weight must be (V, H) with V > 0, got {shape(weight)}")
-    need(hidden.shape[1] == weight.shape[1], f"hidden {shape(hidden)} and weight {shape(weight)} differ in H")
-    need(hidden.dtype in DTYPES, f"hidden must be float32, bfloat16 or float64, got {shape(hidden)}")
-    need(hidden.dtype == weight.dtype, f"hidden {shape(hidden)} and weight {shape(weight)} differ in dtype; cast one")
-    need(targets.dim() == 1 and targets.dtype == torch.int64, f"targets must be (R,) int64, got {shape(targets)}")
+    need = checks.need
+    checks.tensors(hidden=hidden, weight=weight, targets=targets)
+    need(hidden.dim() == 2, f"hidden must be (N, H), got {described(hidden)}")
+    need(weight.dim() == 2 and weight.shape[0] > 0, f"weight must be (V, H) with V > 0, got {described(weight)}")
+    both = f"hidden {described(hidden)} and weight {described(weight)}"
+    need(hidden.shape[1] == weight.shape[1], f"{both} differ in H")
+    need(hidden.dtype in DTYPES, f"hidden must be float32, bfloat16 or float64, got {described(hidden)}")
+    need(hidden.dtype == weight.dtype, f"{both} differ in dtype; cast one")
+    need(weight.device == hidden.device, f"weight is on {weight.device}, hidden on {hidden.device}")
+    need(targets.dim() == 1 and targets.dtype == torch.int64, f"targets must be (R,) int64, got {described(targets)}")
     if row_index is None:
-        message = f"targets {shape(targets)} must have one entry per row of hidden {shape(hidden)}, or pass row_index"
+        message = f"targets {described(targets)} must have one entry per row of {described(hidden)}, or pass row_index"
         need(targets.shape[0] == hidden.shape[0], message)
     else:
-        fits = row_index.shape == targets.shape and row_index.dtype == torch.int64
-        need(fits, f"row_index must be int64 of targets' shape {tuple(targets.shape)}, got {shape(row_index)}")
+        checks.beside("row_index", row_index, targets.shape, hidden.device, torch.int64)
+    need(targets.device == hidden.device, f"targets is on {targets.device}, hidden on {hidden.device}")
     if bias is not None:
-        fits = bias.shape == weight.shape[:1] and bias.is_floating_point()
-        need(fits, f"bias must be ({weight.shape[0]},) of a floating dtype, got {shape(bias)}")
-        need(not bias.requires_grad, "bias carries no gradient, a trained one is not supported; detach it")
-    need(soft_cap is None or soft_cap > 0, f"soft_cap must be > 0, or None for no cap, got {soft_cap}")
-    for name, tensor in (("weight", weight), ("bias", bias), ("targets", targets), ("row_index", row_index)):
-        if tensor is not None:
-            need(tensor.device == hidden.device, f"{name} is on {tensor.device}, hidden on {hidden.device}")
+        checks.beside("bias", bias, weight.shape[:1], hidden.device)
+        need(bias.is_floating_point(), f"bias must be of a floating dtype, got {described(bias)}")
+    if soft_cap is not None:
+        checks.number("soft_cap", soft_cap, above=0)
 
     dtype = accumulation_dtype(hidden.dtype)
     if isinstance(temperature, torch.Tensor):
-        need(temperature.shape == targets.shape, f"temperature must be a number or (R,), got {shape(temperature)}")
-        need(not temperature.requires_grad, "temperature carries no gradient; detach it")
-        return 1 / temperature.to(device=hidden.device, dtype=dtype)
-    need(temperature > 0, f"temperature must be > 0, got {temperature}")
-    return torch.full(targets.shape, 1 / temperature, dtype=dtype, device=hidden.device)
+        checks.beside("temperature", temperature, targets.shape, hidden.device)
+        return 1 / temperature.to(dtype)
+    scale = 1 / checks.number("temperature", temperature, above=0)
+    return torch.full(targets.shape, scale, dtype=torch.float64, device=hidden.device).to(dtype)
 
 
 @torch.library.custom_op(
@@ -116,9 +114,7 @@ def check_head(hidden, weight, bias, soft_cap, targets, row_index, temperature) 
     "(Tensor logp, Tensor origin, Tensor log_norm, Tensor entropy, Tensor d_logp)",
 )
 def _forward(hidden, weight, bias, targets, row_index, scale, soft_cap, with_entropy, with_gradient, backend):
-    check_range("linear_logprob", "targets", targets, weight.shape[0])
-    if row_index is not None:
-        check_range("linear_logprob", "row_index", row_index, hidden.shape[0])
+    check_values("linear_logprob", hidden, weight, targets, row_index, scale)
     with torch.autocast(hidden.device.type, enabled=False):
         of_rows = targets.contiguous(), row_index, scale.contiguous()
         return forward(backend, hidden, head_of(weight, bias, soft_cap), *of_rows, with_entropy, with_gradient)
@@ -174,7 +170,8 @@ def _autograd(ctx, grad_logp, *_):
         d_hidden, d_weight = torch.ops.spiral_kernels.linear_logprob_backward(
             grad_logp, hidden, weight, bias, *of_rows, *sums, need_hidden, need_weight, ctx.backend
         )
-    return d_hidden if need_hidden else None, d_weight if need_weight else None, *[None] * 8
+    gradients = d_hidden if need_hidden else None, d_weight if need_weight else None
+    return *(first_only("linear_logprob", gradient) for gradient in gradients), *[None] * 8
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)

@@ -98,7 +98,7 @@ def softmax(sums: RowSums, true: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
     if sums.weighted is None:
         return logp, origin, log_norm, None
     # the entropy is the sum over classes of p (lse - l): no term is negative, so nothing cancels as p -> 1
-    lse_minus_others = origin - sums.origin + log_norm - sums.weighted / sums.sum
+    lse_minus_others = (origin - sums.origin + log_norm - sums.weighted / sums.sum).clamp(min=0)
     spread = torch.where(sums.sum > 0, -torch.expm1(logp) * lse_minus_others, 0)
     return logp, origin, log_norm, spread - torch.where(logp > -torch.inf, logp.exp() * logp, 0)
 

@@ -140,10 +140,18 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += product(a, b, total.dtype)
 
 
-def check_range(operation: str, name: str, values: Tensor, limit: int) -> None:
-    """On CUDA the check would wait for the device; an index out of range stops the kernel that uses it there."""
-    if values.device.type == "cpu" and values.numel():
-        low, high = (int(v) for v in values.aminmax())
-        if low < 0 or high >= limit:
-            found = low if low < 0 else high
-            raise IndexError(f"{operation}: {name} must lie in 0 .. {limit - 1}, found {found}")
+def check_values(
+    operation: str, hidden: Tensor, weight: Tensor, targets: Tensor, row_index: Tensor | None, scale: Tensor
+) -> None:
+    """On CUDA this would wait for the device; an index out of range stops the kernel that uses it there."""
+    if hidden.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    for name, values, limit in (("targets", targets, weight.shape[0]), ("row_index", row_index, hidden.shape[0])):
+        if values is not None and values.numel():
+            low, high = (int(v) for v in values.aminmax())
+            if low < 0 or high >= limit:
+                found = low if low < 0 else high
+                raise IndexError(f"{operation}: {name} must lie in 0 .. {limit - 1}, found {found}")
+    if not ((scale > 0) & (scale < torch.inf)).all():
+        found = (1 / scale)[~((scale > 0) & (scale < torch.inf))][0]
+        raise ValueError(f"{operation}: temperature must be > 0 and finite, found {found}")

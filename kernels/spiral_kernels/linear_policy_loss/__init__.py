@@ -7,11 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from spiral_kernels.checks import Checks
+from spiral_kernels.derivatives import first_only
 from spiral_kernels.dispatch import choose_backend, register_backends
 from spiral_kernels.linear_logprob import check_head, native_why_not, triton_why_not
 from spiral_kernels.linear_logprob.head import head_of
+from spiral_kernels.linear_logprob.tiles import check_values
 from spiral_kernels.linear_policy_loss import chunks, reference
-from spiral_kernels.policy_loss.losses import TOKEN_LOSSES, Settings, settings_of
+from spiral_kernels.policy_loss.losses import TOKEN_LOSSES, Settings, mask_bounds, settings_of
 
 __all__ = ["LinearPolicyLoss", "linear_policy_loss"]
 
@@ -74,10 +77,12 @@ def linear_policy_loss(
 
     Raises ValueError on shapes, dtypes, devices or settings that do not fit, IndexError on an index out of range (on
     CUDA a device assertion), BackendError if a forced backend cannot serve. Deterministic on CPU; on CUDA sums over
-    repeated row_index follow torch.use_deterministic_algorithms. The gradient has no gradient of its own.
+    repeated row_index follow torch.use_deterministic_algorithms. Differentiating the gradient raises
+    RuntimeError.
     """
+    checks = Checks("linear_policy_loss")
     settings = settings_of(
-        "linear_policy_loss",
+        checks,
         TOKEN_LOSSES,
         loss,
         clip,
@@ -88,11 +93,21 @@ def linear_policy_loss(
         has_old=old_logp is not None,
         has_ref=ref_logp is not None,
     )
+    low, high = mask_bounds(checks, "token_mask", token_mask, has_old=old_logp is not None)
+    entropy_coef = checks.number("entropy_coef", entropy_coef)
+    scale = _check(
+        checks,
+        (hidden, weight, bias, soft_cap, targets, row_index, temperature),
+        advantages=advantages,
+        rollout_logp=rollout_logp,
+        token_weight=token_weight,
+        old_logp=old_logp,
+        ref_logp=ref_logp,
+    )
     of_rows = advantages, rollout_logp, token_weight, old_logp, ref_logp
-    low, high = _token_mask(token_mask, old_logp)
-    scale = _check((hidden, weight, bias, soft_cap, targets, row_index, temperature), *of_rows)
     backend = choose_backend("linear_policy_loss", hidden.device, hidden.dtype)
     if backend == "reference":
+        check_values("linear_policy_loss", hidden, weight, targets, row_index, scale)
         head = hidden, weight, bias, targets, row_index, temperature, soft_cap
         results = reference.linear_policy_loss(head, *of_rows, settings, (low, high), entropy_coef)
         total, logp, entropy, statistics = (x.to(scale.dtype) for x in results)
@@ -118,38 +133,12 @@ def linear_policy_loss(
     return LinearPolicyLoss(total, logp, entropy, *statistics.unbind())
 
 
-def _token_mask(bounds: tuple[float, float] | None, old_logp: Tensor | None) -> tuple[float, float]:
-    if bounds is None:
-        return 0.0, torch.inf
-    if old_logp is None:
-        raise ValueError("linear_policy_loss: token_mask looks at old_logp - rollout_logp: pass old_logp")
-    if not 0 <= bounds[0] <= bounds[1]:
-        raise ValueError(f"linear_policy_loss: token_mask must be (low, high) with 0 <= low <= high, got {bounds}")
-    return float(bounds[0]), float(bounds[1])
-
-
-def _check(of_head, advantages, rollout_logp, token_weight, old_logp, ref_logp) -> Tensor:
+def _check(checks: Checks, of_head: tuple, **of_rows: Tensor | None) -> Tensor:
     """1 / temperature as (R,) of the accumulation dtype. Raises ValueError with one line."""
-    try:
-        scale = check_head(*of_head)
-    except ValueError as error:
-        raise ValueError(str(error).replace("linear_logprob", "linear_policy_loss", 1)) from None
-    targets = of_head[4]
-    for name, tensor in (
-        ("advantages", advantages),
-        ("rollout_logp", rollout_logp),
-        ("token_weight", token_weight),
-        ("old_logp", old_logp),
-        ("ref_logp", ref_logp),
-    ):
-        if tensor is None:
-            continue
-        if tensor.shape != targets.shape or tensor.device != targets.device:
-            found = f"{tuple(tensor.shape)} on {tensor.device}"
-            expected = f"{tuple(targets.shape)} on {targets.device}"
-            raise ValueError(f"linear_policy_loss: {name} must be {expected} as targets, got {found}")
-        if tensor.requires_grad:
-            raise ValueError(f"linear_policy_loss: {name} carries no gradient; detach it")
+    scale = check_head(checks, *of_head)
+    for name, tensor in of_rows.items():
+        if tensor is not None or name not in ("old_logp", "ref_logp"):
+            checks.beside(name, tensor, scale.shape, scale.device)
     return scale
 
 
@@ -228,7 +217,7 @@ def _setup_context(ctx, inputs, output):
 
 def _autograd(ctx, grad_loss, *_):
     gradients = (
-        d * grad_loss.to(d.dtype) if need else None
+        first_only("linear_policy_loss", d * grad_loss.to(d.dtype)) if need else None
         for d, need in zip(ctx.saved_tensors, ctx.needs_input_grad[:2], strict=True)
     )
     return *gradients, *([None] * (ctx.n_inputs - 2))

@@ -17,7 +17,7 @@ from torch import Tensor
 from spiral_kernels.linear_logprob.backends import forward, row_backend
 from spiral_kernels.linear_logprob.head import Head
 from spiral_kernels.linear_logprob.tiled import softmax, sum_by_hidden_row
-from spiral_kernels.linear_logprob.tiles import RowSums, Tiles, add_product, check_range, row_gradient
+from spiral_kernels.linear_logprob.tiles import RowSums, Tiles, add_product, check_values, row_gradient
 from spiral_kernels.policy_loss.losses import Settings, kl_terms, surrogate
 
 
@@ -64,9 +64,7 @@ def linear_policy_loss(
 
     scale (R,) = 1 / temperature. A gradient that is not needed is (0,).
     """
-    check_range("linear_policy_loss", "targets", targets, head.weight.shape[0])
-    if row_index is not None:
-        check_range("linear_policy_loss", "row_index", row_index, hidden.shape[0])
+    check_values("linear_policy_loss", hidden, head.weight, targets, row_index, scale)
     dtype, n_rows = scale.dtype, len(targets)
     kept = of_rows.token_weight.nonzero()[:, 0]
     source = kept if row_index is None else row_index[kept]  # hidden row of each row that counts

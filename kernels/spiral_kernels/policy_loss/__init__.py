@@ -7,9 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from spiral_kernels.checks import Checks, described
+from spiral_kernels.derivatives import first_only
 from spiral_kernels.dispatch import choose_backend, register_backends, triton_unavailable
 from spiral_kernels.policy_loss import packed, reference
-from spiral_kernels.policy_loss.losses import TOKEN_LOSSES, settings_of
+from spiral_kernels.policy_loss.losses import TOKEN_LOSSES, mask_bounds, settings_of
 from spiral_kernels.policy_loss.reductions import check_cu_seqlens, token_weights
 
 __all__ = ["LOSSES", "PolicyLoss", "policy_loss", "token_weights"]
@@ -93,10 +95,12 @@ def policy_loss(
 
     Raises ValueError on shapes, dtypes, devices or settings that do not fit, BackendError if a forced backend cannot
     serve. Waits for the device once, to check cu_seqlens. Deterministic; the backend `torch` on CUDA only under
-    torch.use_deterministic_algorithms. A compiled function can hold it; the gradient has no gradient of its own.
+    torch.use_deterministic_algorithms. A compiled function can hold it. Differentiating the gradient raises
+    RuntimeError.
     """
+    checks = Checks("policy_loss")
     settings = settings_of(
-        "policy_loss",
+        checks,
         LOSSES,
         loss,
         clip,
@@ -107,8 +111,21 @@ def policy_loss(
         has_old=old_logp is not None,
         has_ref=ref_logp is not None,
     )
-    masks = _masks(token_mask, sequence_mask, off_policy_mask, old_logp)
-    _check(logp, rollout_logp, advantages, cu_seqlens, old_logp, ref_logp, token_weight)
+    masks = packed.Masks(
+        *mask_bounds(checks, "token_mask", token_mask, has_old=old_logp is not None),
+        *mask_bounds(checks, "sequence_mask", sequence_mask, has_old=old_logp is not None),
+        torch.inf if off_policy_mask is None else checks.number("off_policy_mask", off_policy_mask),
+    )
+    _check(
+        checks,
+        logp,
+        cu_seqlens,
+        advantages,
+        rollout_logp=rollout_logp,
+        old_logp=old_logp,
+        ref_logp=ref_logp,
+        token_weight=token_weight,
+    )
     tensors = logp, rollout_logp, advantages, cu_seqlens, old_logp, ref_logp, token_weight
     if choose_backend("policy_loss", logp.device, logp.dtype) == "reference":
         check_cu_seqlens("policy_loss", cu_seqlens, logp.shape[0])
@@ -120,47 +137,17 @@ def policy_loss(
     return PolicyLoss(total, *statistics.unbind())
 
 
-def _masks(
-    token: tuple[float, float] | None,
-    sequence: tuple[float, float] | None,
-    off_policy: float | None,
-    old_logp: Tensor | None,
-) -> packed.Masks:
-    for name, bounds in (("token_mask", token), ("sequence_mask", sequence)):
-        if bounds is None:
-            continue
-        if old_logp is None:
-            raise ValueError(f"policy_loss: {name} looks at old_logp - rollout_logp: pass old_logp")
-        if not 0 <= bounds[0] <= bounds[1]:
-            raise ValueError(f"policy_loss: {name} must be (low, high) with 0 <= low <= high, got {bounds}")
-    return packed.Masks(
-        *(token or (0.0, torch.inf)), *(sequence or (0.0, torch.inf)), torch.inf if off_policy is None else off_policy
-    )
-
-
-def _check(logp, rollout_logp, advantages, cu_seqlens, old_logp, ref_logp, token_weight) -> None:
-    def need(good: bool, message: str) -> None:
-        if not good:
-            raise ValueError(f"policy_loss: {message}")
-
-    def shape(tensor: Tensor) -> str:
-        return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
-
-    need(logp.dim() == 1, f"logp must be (T,), got {shape(logp)}")
-    need(logp.dtype in DTYPES, f"logp must be float32 or float64, got {shape(logp)}: a ratio needs their precision")
-    for name, tensor, like in (
-        ("rollout_logp", rollout_logp, logp.shape),
-        ("old_logp", old_logp, logp.shape),
-        ("ref_logp", ref_logp, logp.shape),
-        ("token_weight", token_weight, logp.shape),
-        ("advantages", advantages, (cu_seqlens.shape[0] - 1,) if cu_seqlens.dim() == 1 else None),
-        ("cu_seqlens", cu_seqlens, None),
-    ):
-        if tensor is None:
-            continue
-        need(like is None or tensor.shape == like, f"{name} must be {tuple(like or ())}, got {shape(tensor)}")
-        need(tensor.device == logp.device, f"{name} is on {tensor.device}, logp on {logp.device}")
-        need(not tensor.requires_grad, f"{name} carries no gradient; detach it")
+def _check(checks: Checks, logp: Tensor, cu_seqlens: Tensor, advantages: Tensor, **of_tokens: Tensor | None) -> None:
+    checks.tensors(logp=logp, cu_seqlens=cu_seqlens, advantages=advantages)
+    checks.need(logp.dim() == 1, f"logp must be (T,), got {described(logp)}")
+    precise = logp.dtype in DTYPES
+    checks.need(precise, f"logp must be float32 or float64, got {described(logp)}: a ratio needs their precision")
+    checks.need(cu_seqlens.dim() == 1, f"cu_seqlens must be (S + 1,), got {described(cu_seqlens)}")
+    checks.beside("cu_seqlens", cu_seqlens, cu_seqlens.shape, logp.device)
+    checks.beside("advantages", advantages, (cu_seqlens.shape[0] - 1,), logp.device)
+    for name, tensor in of_tokens.items():
+        if tensor is not None or name == "rollout_logp":
+            checks.beside(name, tensor, logp.shape, logp.device)
 
 
 @torch.library.custom_op(
@@ -226,7 +213,7 @@ def _setup_context(ctx, inputs, output):
 
 def _autograd(ctx, grad_loss, *_):
     (d_logp,) = ctx.saved_tensors
-    return grad_loss * d_logp, *([None] * (ctx.n_inputs - 1))
+    return first_only("policy_loss", grad_loss * d_logp), *([None] * (ctx.n_inputs - 1))
 
 
 _forward.register_autograd(_autograd, setup_context=_setup_context)

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from spiral_kernels.checks import Checks
+
 TOKEN_LOSSES = ("importance_sampling", "ppo_clip", "cispo", "reinforce")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 CLIPPED = ("ppo_clip", "cispo", "gspo")
@@ -69,7 +71,7 @@ def kl_terms(kl: str, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def settings_of(
-    operation: str,
+    checks: Checks,
     losses: tuple[str, ...],
     loss: str,
     clip: tuple[float | None, float | None] | None,
@@ -82,35 +84,40 @@ def settings_of(
     has_ref: bool,
 ) -> Settings:
     """Checked. Raises ValueError with one line."""
-
-    def need(good: bool, message: str) -> None:
-        if not good:
-            raise ValueError(f"{operation}: {message}")
-
+    need = checks.need
     need(loss in losses, f"no loss {loss!r}; there are: {', '.join(losses)}")
     need(kl in KL_ESTIMATORS, f"no estimator kl={kl!r}; there are: {', '.join(KL_ESTIMATORS)}")
-    need(kl_coef == 0 or has_ref, f"kl_coef is {kl_coef}: pass ref_logp")
-    need(
-        tis_cap is None or has_old, "tis_cap bounds exp(old_logp - rollout_logp), which is 1 without old_logp: pass it"
-    )
-    need(tis_cap is None or tis_cap > 0, f"tis_cap must be > 0, got {tis_cap}")
-    low, high = clip if clip is not None else (None, None)
+    kl_coef = checks.number("kl_coef", kl_coef)
+    need(kl_coef == 0 or has_ref, "kl_coef is not 0: pass ref_logp")
+    if tis_cap is not None:
+        need(has_old, "tis_cap bounds exp(old_logp - rollout_logp), which is 1 without old_logp: pass it")
+        tis_cap = checks.number("tis_cap", tis_cap, above=0, finite=False)
+    low, high = (None, None) if clip is None else checks.pair("clip", clip)
     if loss in CLIPPED:
         need(low is not None or high is not None, f"loss {loss!r} needs clip=(low, high), e.g. (0.2, 0.28)")
-        need(low is None or 0 <= low <= 1, f"clip: low must lie in 0 .. 1, got {low}")
-        need(high is None or high >= 0, f"clip: high must be >= 0, got {high}")
+        low = None if low is None else checks.number("clip: low", low)
+        high = None if high is None else checks.number("clip: high", high, finite=False)
+        need(low is None or 0 <= low <= 1, "clip: low must lie in 0 .. 1")
+        need(high is None or high >= 0, "clip: high must be >= 0")
     else:
         need(clip is None, f"loss {loss!r} clips nothing; leave clip out")
-    upper = torch.inf if high is None else 1 + high
     if dual_clip is not None:
         need(loss in ("ppo_clip", "gspo"), f"dual_clip belongs to ppo_clip and gspo, not {loss!r}")
-        need(dual_clip > 1, f"dual_clip must be > 1, got {dual_clip}")
+        dual_clip = checks.number("dual_clip", dual_clip, above=1, finite=False)
     return Settings(
         loss,
         0.0 if low is None else 1 - low,
-        upper,
-        torch.inf if dual_clip is None else float(dual_clip),
-        torch.inf if tis_cap is None else float(tis_cap),
-        float(kl_coef),
+        torch.inf if high is None else 1 + high,
+        torch.inf if dual_clip is None else dual_clip,
+        torch.inf if tis_cap is None else tis_cap,
+        kl_coef,
         kl,
     )
+
+
+def mask_bounds(checks: Checks, name: str, bounds: tuple[float, float] | None, *, has_old: bool) -> tuple[float, float]:
+    """Of pi_old / mu, within which a token or a sequence keeps its surrogate. Raises ValueError with one line."""
+    if bounds is None:
+        return 0.0, torch.inf
+    checks.need(has_old, f"{name} looks at old_logp - rollout_logp: pass old_logp")
+    return checks.bounds(name, bounds)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from spiral_kernels.checks import Checks, described
+
 REDUCTIONS = ("problem_mean", "token_mean", "sequence_mean", "sequence_sum", "dr_grpo")
 
 
@@ -36,24 +38,27 @@ def token_weights(
     TRL counts sequences without a counted token in S': pass n_sequences=S. Older releases of verl divide by L alone in
     seq-mean-token-sum-norm: pass n_sequences=1. A batch with no counted token has weights 0.
 
-    Raises ValueError where a number that the reduction needs is missing or not positive.
+    Raises ValueError where a number that the reduction needs is missing or no whole number above 0, or a shape does not
+    fit.
     """
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"token_weights: no reduction {reduction!r}; there are: {', '.join(REDUCTIONS)}")
+    checks = Checks("token_weights")
+    checks.need(reduction in REDUCTIONS, f"no reduction {reduction!r}; there are: {', '.join(REDUCTIONS)}")
     for name, value, needed in (
         ("n_problems", n_problems, reduction == "problem_mean"),
         ("max_length", max_length, reduction == "dr_grpo"),
         ("n_sequences", n_sequences, False),
     ):
-        if needed and value is None:
-            raise ValueError(f"token_weights: {reduction} needs {name}")
-        if value is not None and value <= 0:
-            raise ValueError(f"token_weights: {name} must be > 0, got {value}")
+        checks.need(value is not None or not needed, f"{reduction} needs {name}")
+        if value is not None:
+            checks.whole(name, value, least=1)
+    checks.tensors(cu_seqlens=cu_seqlens)
+    if mask is not None:
+        checks.tensors(mask=mask)
+        fits = mask.dtype == torch.bool and mask.dim() == 1 and mask.device == cu_seqlens.device
+        checks.need(fits, f"mask must be (T,) bool on {cu_seqlens.device}, got {described(mask)}")
     n_tokens = check_cu_seqlens("token_weights", cu_seqlens, None if mask is None else mask.shape[0])
     if mask is None:
         mask = torch.ones(n_tokens, dtype=torch.bool, device=cu_seqlens.device)
-    elif mask.dtype != torch.bool or mask.dim() != 1:
-        raise ValueError(f"token_weights: mask must be (T,) bool, got {tuple(mask.shape)} {mask.dtype}")
     counted = mask.double()
     sequence = sequence_of_token(cu_seqlens, n_tokens)
     sizes = counted.new_zeros(len(cu_seqlens) - 1).index_add(0, sequence, counted)  # n_i

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from spiral_kernels.checks import Checks, described
 from spiral_kernels.dispatch import choose_backend, register_backends, triton_unavailable
 from spiral_kernels.set_advantages.reference import set_advantages_reference
 
@@ -45,12 +46,23 @@ def set_advantages(
     rewards (P, K, N2) any real dtype; sets (P, K, n) int64 indices below `n_search` (N1), distinct within a set;
     lengths (P, N1) and (P, K, N2) int64 in tokens, needed where the target (L_target, tokens; None = no gate) is given.
     Returns search (P, N1), aggregation (P, K, N2), set (P, K) in the rewards' dtype (float32 for integer rewards) and
-    appearances (P, N1). Raises ValueError for an index out of range, a repeated member or rewards that are not finite.
+    appearances (P, N1). Raises ValueError for a shape or dtype that does not fit, an index out of range, a repeated
+    member or rewards that are not finite.
     """
+    checks = Checks("set_advantages")
+    checks.tensors(rewards=rewards, sets=sets)
+    checks.need(rewards.dim() == 3, f"rewards must be (P, K, N2), got {described(rewards)}")
     n_problems, n_sets, n_aggregations = rewards.shape
-    if sets.shape[:2] != (n_problems, n_sets):
-        shape = f"({n_problems}, {n_sets}, n)"
-        raise ValueError(f"sets {tuple(sets.shape)}: expected {shape}, as rewards {tuple(rewards.shape)}")
+    of_rewards = sets.dim() == 3 and sets.shape[:2] == rewards.shape[:2] and sets.dtype == torch.int64
+    checks.need(of_rewards, f"sets must be ({n_problems}, {n_sets}, n) int64, as rewards are, got {described(sets)}")
+    checks.need(sets.device == rewards.device, f"sets is on {sets.device}, rewards on {rewards.device}")
+    checks.whole("n_search", n_search, least=0)
+    for name, length, shape in (
+        ("search_length", search_length, (n_problems, n_search)),
+        ("aggregation_length", aggregation_length, tuple(rewards.shape)),
+    ):
+        if length is not None:
+            checks.beside(name, length, shape, rewards.device, torch.int64)
 
     def offsets(count: int, size: int) -> Tensor:
         return torch.arange(count + 1, device=rewards.device) * size
@@ -97,13 +109,17 @@ def flat_set_advantages(
     lengths (T,) and (R,) int64. Returns search (T,), aggregation (R,), set (S,), appearances (T,); dtypes and errors as
     `set_advantages`.
     """
-    n_traces = _check(rewards, reward_offsets, members, member_offsets, trace_offsets, set_offsets)
+    checks = Checks("set_advantages")
+    n_traces = _check(checks, rewards, reward_offsets, members, member_offsets, trace_offsets, set_offsets)
     for name, length, target, like in (
         ("search", search_length, search_target, n_traces),
         ("aggregation", aggregation_length, aggregation_target, len(rewards)),
     ):
-        if target is not None and (length is None or len(length) != like):
-            raise ValueError(f"{name}_target is {target}: {name}_length must hold {like} lengths")
+        if target is not None:
+            checks.whole(f"{name}_target", target, least=0)
+            checks.need(length is not None, f"{name}_target is {target}: pass {name}_length")
+        if length is not None:
+            checks.beside(f"{name}_length", length, (like,), rewards.device, torch.int64)
     credits = torch.ops.spiral_kernels.set_advantages(
         rewards,
         reward_offsets,
@@ -120,32 +136,34 @@ def flat_set_advantages(
     return SetAdvantages(*credits)
 
 
-def _check(rewards, reward_offsets, members, member_offsets, trace_offsets, set_offsets) -> int:
+def _check(checks: Checks, rewards, reward_offsets, members, member_offsets, trace_offsets, set_offsets) -> int:
     """The number of traces. Waits for the device once; what lies inside the sets is checked by the backends."""
+    checks.tensors(rewards=rewards)
+    checks.beside("rewards", rewards, (rewards.numel(),), rewards.device)
     named = {
         "reward_offsets": reward_offsets,
         "member_offsets": member_offsets,
         "trace_offsets": trace_offsets,
         "set_offsets": set_offsets,
     }
+    for name, values in (named | {"members": members}).items():
+        checks.tensors(**{name: values})
+        checks.beside(name, values, (values.numel(),), rewards.device, torch.int64)
+        checks.need(len(values) > 0 or name == "members", f"{name} must start at 0, it is empty")
     finite = torch.isfinite(rewards).all().long()
     firsts, steps, ends = (
         [of(offsets) for offsets in named.values()]
         for of in (lambda o: o[0], lambda o: torch.cat([o.diff(), o.new_ones(1)]).amin(), lambda o: o[-1])
     )
     finite, *numbers = torch.stack([finite, *firsts, *steps, *ends]).tolist()
-    if not finite:
-        raise ValueError("rewards: not finite")
+    checks.need(bool(finite), "rewards: not finite")
     for name, first, step in zip(named, numbers[:4], numbers[4:8], strict=True):
-        if first != 0 or step < 0:
-            raise ValueError(f"{name}: must start at 0 and never fall")
+        checks.need(first == 0 and step >= 0, f"{name} must start at 0 and never fall")
     n_sets = len(reward_offsets) - 1
     found = (numbers[8], numbers[9], numbers[11], len(member_offsets) - 1)
     expected = (len(rewards), len(members), n_sets, n_sets)
-    if found != expected:
-        raise ValueError(f"offsets of rewards, members, sets end at {found[:3]}: expected {expected[:3]}")
-    if numbers[4] < 1:
-        raise ValueError("reward_offsets: every set needs at least one aggregation")
+    checks.need(found == expected, f"offsets of rewards, members, sets end at {found[:3]}: expected {expected[:3]}")
+    checks.need(numbers[4] >= 1, "reward_offsets: every set needs at least one aggregation")
     return numbers[10]
 
 
