@@ -26,16 +26,20 @@ def trained(family: str, dtype: torch.dtype = torch.float64, **changes):
 
 
 def one_by_one(model, segments, temperature=1.0) -> LogProbs:
+    """temperature: a number, or (R,)."""
     logp, entropy, lse = [], [], []
-    for trace in segments:
+    n_tokens = [sum(len(segment) for segment in trace[1::2]) for trace in segments]
+    each = torch.as_tensor(temperature, dtype=torch.float64).expand(sum(n_tokens)).split(n_tokens)
+    for trace, temperatures in zip(segments, each, strict=True):
         ids = [token for segment in trace for token in segment]
         sampled = [i % 2 == 1 for i, segment in enumerate(trace) for _ in segment]
-        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].double() / temperature
         rows = torch.tensor(sampled).nonzero()[:, 0]
-        all_logp = logits[rows - 1].log_softmax(-1)
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, rows - 1].double()
+        logits = logits / temperatures[:, None]
+        all_logp = logits.log_softmax(-1)
         logp.append(all_logp.gather(1, torch.tensor(ids)[rows, None])[:, 0])
         entropy.append(-(all_logp.exp() * all_logp).sum(-1))
-        lse.append(logits[rows - 1].logsumexp(-1))
+        lse.append(logits.logsumexp(-1))
     return LogProbs(torch.cat(logp), torch.cat(entropy), torch.cat(lse))
 
 
@@ -85,13 +89,23 @@ def test_only_live_tokens_are_computed():
     live[4:6] = True  # of the second sample, whose tree is the prompt and two tokens
     rows = []
     hook = model.get_decoder().norm.register_forward_hook(lambda module, args, out: rows.append(out.shape[1]))
-    found = tree_logprobs(model, GROUP, live=live, temperature=torch.ones(len(live)))
+    found = tree_logprobs(model, GROUP, live=live)
     hook.remove()
     assert rows == [len(PROMPT) + 1]
     torch.testing.assert_close(found.logp, torch.where(live, truth.logp, 0.0))
     expected = gradients(model, torch.where(live, one_by_one(model, GROUP).logp, 0.0))
     assert_same(gradients(model, found.logp), expected, 1e-10)
     assert not tree_logprobs(model, GROUP, live=live & False).logp.any()
+
+
+def test_a_temperature_per_token_and_a_head_with_a_frozen_bias():
+    model = trained("llama")
+    model.lm_head.bias = torch.nn.Parameter(torch.randn(50, dtype=torch.float64), requires_grad=False)
+    n_tokens = sum(len(sample) for _, sample in GROUP)
+    temperature, live = torch.linspace(0.5, 2, n_tokens), torch.arange(n_tokens) % 3 == 1
+    truth = one_by_one(model, GROUP, temperature)
+    found = tree_logprobs(model, GROUP, live=live, temperature=temperature)
+    torch.testing.assert_close(found.logp[live].double(), truth.logp[live], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

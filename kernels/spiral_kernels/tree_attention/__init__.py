@@ -20,7 +20,7 @@ __all__ = ["TreePlan", "tree_attention"]
 # Each module has forward(q, k, v, plan, scale) -> (out, lse) and backward(d_out, q, k, v, out, lse, plan, scale) ->
 # (dq, dk, dv), shapes as in reference.py, without autograd. Arguments have stride 1 in D and any other strides; results
 # are fresh, of any strides and floating dtype. T = 0 never gets there. Two runs are bit-equal, and a row's result does
-# not depend on rows that it does not see.
+# not depend on finite rows that it does not see.
 BACKENDS = {
     "native": "spiral_kernels.tree_attention.native",
     "triton": "spiral_kernels.tree_attention.triton_kernels",
@@ -43,6 +43,9 @@ def tree_attention(
 
     The backward keeps q, k, v, the result and one number per row and head, nothing under no_grad. Softmax and sums in
     float32 (float64 for float64). Deterministic. The gradient has no gradient of its own.
+
+    A row does not depend on rows that it does not see, as long as these are finite and their products too: a hidden key
+    counts 0 times its value, so inf or nan in one trace may reach rows of others that are computed with it in a tile.
 
     Raises ValueError on shapes, dtypes, devices or nodes that do not fit, BackendError if a forced backend cannot
     serve.
