@@ -62,9 +62,13 @@ class Line(NamedTuple):
     gradient_norm: float
 
 
-class Contender(NamedTuple):
-    step: Callable[[list[Row]], float]  # one step of learning rate 1e-12; the gradient's norm
-    computed: Callable[[list[Row]], tuple[int, float]]  # tokens and FLOPs of a step
+class Step(NamedTuple):
+    gradient_norm: float
+    tokens: int  # computed
+    flop: float
+
+
+Contender = Callable[[list[Row]], Step]  # one step of learning rate 1e-12
 
 
 class PrefixGrouperLearner(Learner):
@@ -102,11 +106,11 @@ def contenders(case: Case) -> tuple[dict[str, Contender], SetUp, Rollouts]:
         changes = {"sharing": sharing, "micro_batch_tokens": case.micro_batch_tokens}
         learner = kind(config.model_copy(update={"learner": config.learner.model_copy(update=changes)}), parts.loaded)
 
-        def computed(rows):
-            stats = learner.accumulate(rows)
-            return stats.tokens_computed, stats.flops_computed
+        def step(rows: list[Row]) -> Step:
+            stats = learner.step(rows)
+            return Step(stats.gradient_norm, stats.tokens_computed, stats.flops_computed)
 
-        return Contender(lambda rows: learner.step(rows).gradient_norm, computed)
+        return step
 
     found["flat"] = found[PRUNED[0]] = ours("none")
     found["set"] = ours("set")
@@ -120,7 +124,7 @@ def contenders(case: Case) -> tuple[dict[str, Contender], SetUp, Rollouts]:
             del module.forward  # back to peft's own
     for name, sort in (("padded, sorted", True), ("padded, batch order (TRL)", False)):
         padded = PaddedLearner(other.loaded.model, 0, case.micro_batch_tokens, sort=sort)
-        found[name] = Contender(padded.step, padded.computed)
+        found[name] = lambda rows, padded=padded: Step(padded.step(rows), *padded.computed(rows))
     return found, parts, rollouts
 
 
@@ -159,19 +163,18 @@ def _measure(name: str, rounds: int, clock: Callable[[], float]) -> list[Line]:
     found, parts, rollouts = contenders(CASES[name])
     rows_of = {contender: rollouts.rows if contender in PRUNED else rollouts.all_live for contender in found}
     print(f"\n{name}: {rollouts.lengths}")
-    norms, peaks = {}, {}
-    for contender, (step, _) in found.items():
-        step(rows_of[contender])  # the warm-up
-        gc.collect()
-        held = start_peak(torch.device("cpu"))
-        norms[contender] = step(rows_of[contender])
-        peaks[contender] = int(peak_bytes(torch.device("cpu")) - held)
+    for contender, step in found.items():
+        step(rows_of[contender][:24])  # the warm-up
     times: dict[str, list[float]] = {contender: [] for contender in found}
+    steps, peaks = {}, {}
     for _ in range(rounds):
-        for contender, (step, _) in found.items():
+        for contender, step in found.items():
+            gc.collect()
+            held = start_peak(torch.device("cpu"))
             start = clock()
-            step(rows_of[contender])
+            steps[contender] = step(rows_of[contender])
             times[contender].append(clock() - start)
+            peaks[contender] = int(peak_bytes(torch.device("cpu")) - held)
     rate = gemm_rate(parts.loaded.model, clock)
     header = f"{'tokens':>8}{'TFLOP':>8}{'seconds':>9}{'logical/s':>11}{'speed-up':>10}{'of ratio':>10}{'of rate':>9}"
     print(f"{'':28}{header}{'peak MB':>9}{'|gradient|':>12}   GEMM {rate / 1e9:.0f} GFLOP/s")
@@ -179,7 +182,7 @@ def _measure(name: str, rounds: int, clock: Callable[[], float]) -> list[Line]:
     for contender in found:
         rows = rows_of[contender]
         flat = PRUNED[0] if contender in PRUNED else "flat"
-        (tokens, flop), (_, flop_of_flat) = found[contender].computed(rows), found[flat].computed(rows)
+        (norm, tokens, flop), flop_of_flat = steps[contender], steps[flat].flop
         seconds, speed_up = median(times[contender]), median(times[flat]) / median(times[contender])
         logical = sum(row.computed_tokens for row in rows) / seconds
         of_ratio, of_rate = speed_up / (flop_of_flat / flop), flop / rate / seconds
@@ -194,7 +197,7 @@ def _measure(name: str, rounds: int, clock: Callable[[], float]) -> list[Line]:
             of_ratio,
             of_rate,
             peaks[contender],
-            norms[contender],
+            norm,
         )
         lines.append(line)
         print(
