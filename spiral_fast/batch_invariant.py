@@ -1,19 +1,22 @@
 """Forwards whose result for one row has the same bits whatever the other rows: engine and learner agree exactly.
 
-Three things depend on the company in an ordinary forward. A GEMM of few rows sums in another order than one of many:
+Four things depend on the company in an ordinary forward. A GEMM of few rows sums in another order than one of many:
 here every forward has a multiple of ROWS rows, from which on MKL's float32 kernels sum each row alike
 (`check_linear_layers` tries it). Attention depends on how keys are tiled: PathAttention counts tiles from a path's
-first token. The head's tiles depend on its number of rows: `log_probs` calls it with HEAD_ROWS rows each time.
+first token. The head's tiles depend on its number of rows: `log_probs` calls it with HEAD_ROWS rows each time. And
+torch rounds an activation otherwise where a thread's share is no multiple of the vector length (`check_activation`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import linear, pad
+from transformers.activations import ACT2FN
 
 from spiral_fast.attention import Attend
 from spiral_fast.path_attention import Group, PathAttention, native_missing
@@ -119,6 +122,7 @@ def check_possible(model: nn.Module) -> None:
     if (reason := native_missing()) is not None:
         raise ValueError(f"it needs the native module: {reason}")
     check_linear_layers(list(weights))
+    check_activation(ACT2FN[model.config.hidden_act], model.config.intermediate_size)
 
 
 def check_linear_layers(shapes: list[tuple[int, int]], row_counts: tuple[int, ...] = (16, 48, 208, 1040)) -> None:
@@ -138,3 +142,16 @@ def check_linear_layers(shapes: list[tuple[int, int]], row_counts: tuple[int, ..
                         f"this machine's float32 product with a weight of shape ({n_out}, {n_in}) depends on the "
                         f"number of rows ({ROWS} or {rows}, {torch.get_num_threads()} threads); try another `threads`"
                     )
+
+
+def check_activation(activation: Callable[[torch.Tensor], torch.Tensor], width: int) -> None:
+    """Raises ValueError where an activation of rows of `width` depends on their number."""
+    row_counts = [*range(ROWS, 1040, ROWS), *range(1040, 4096, 13 * ROWS)]
+    x = torch.randn((max(row_counts), width), generator=torch.Generator().manual_seed(0))
+    alone = torch.cat([activation(part) for part in x.split(ROWS)])
+    for rows in row_counts:
+        if not torch.equal(activation(x[:rows]), alone[:rows]):
+            raise ValueError(
+                f"this machine's activation of {rows} rows of {width} rounds otherwise than of {ROWS} "
+                f"({torch.get_num_threads()} threads); try another `threads`"
+            )

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from spiral_fast.batch_invariant import check_linear_layers, check_possible
+from spiral_fast.batch_invariant import ROWS, check_activation, check_linear_layers, check_possible
 from spiral_fast.config import ConfigError, ModelConfig, load_config
 from spiral_fast.learner.learner import Learner, Row
 from spiral_fast.learner.model import load_model
@@ -29,6 +29,28 @@ def configure(*overrides: str):
 def test_row_counts_do_not_change_a_product_here():
     """Else the mode is refused on this machine, with the layer's shape."""
     check_linear_layers([(576, 192), (32, 60), (1536, 576)])
+
+
+def test_an_activation_that_depends_on_the_number_of_rows_is_refused():
+    check_activation(torch.nn.functional.silu, 1000)
+    with pytest.raises(ValueError, match="rows of 8 rounds otherwise than of 16 .* try another `threads`"):
+        check_activation(lambda x: x + 1e-6 * (len(x) > 1040), 8)
+
+
+@pytest.mark.parametrize("width", [1000, 1536])
+def test_with_three_threads_no_model_is_accepted_whose_bits_differ(width):
+    """torch rounds SiLU otherwise at the end of a thread's share that is no multiple of the vector length."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        silu, x = torch.nn.functional.silu, torch.randn(1040, width, generator=torch.Generator().manual_seed(1))
+        alone = torch.cat([silu(part) for part in x.split(ROWS)])
+        same = all(torch.equal(silu(x[:rows]), alone[:rows]) for rows in (112, 208, 1040))
+        if not same:
+            with pytest.raises(ValueError, match="3 threads"):
+                check_activation(silu, width)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("seed", range(5))
