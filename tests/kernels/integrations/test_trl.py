@@ -192,6 +192,15 @@ def test_bfloat16_autocast(models, tmp_path):
     torch.testing.assert_close(found[1], expected[1], rtol=2e-2, atol=1e-3)
 
 
+def test_a_head_cast_to_float32_stays_so_under_autocast(models, tmp_path, monkeypatch):
+    dtypes, answer = set(), integration.logprob_and_entropy
+    monkeypatch.setattr(
+        integration, "logprob_and_entropy", lambda hidden, *a, **k: dtypes.add(hidden.dtype) or answer(hidden, *a, **k)
+    )
+    trained(models["qwen3"], tmp_path, ours=True, bf16=True, cast_lm_head_to_fp32=True, max_steps=1)
+    assert dtypes == {torch.float32}
+
+
 @pytest.mark.parametrize("lora", [False, True])
 def test_training_is_ours(models, tmp_path, monkeypatch, lora):
     """With zeros for our log-probs training comes out different, so the tests above do compare us with TRL."""
