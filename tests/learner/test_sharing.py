@@ -118,6 +118,11 @@ def test_chance_agreements_after_a_prompt_are_not_shared():
     assert (ids[6][:80] == ids[7][:80]).all()
 
 
+def test_prompts_are_shared_however_short():
+    first, second = paths_of([row([1, 2, 3], [4, 5]), row([1, 2, 3], [6, 7])], "set").ids
+    assert (first[:3] == second[:3]).all() and first[3] != second[3]
+
+
 def test_a_part_shares_what_the_whole_batch_shares():
     """Without a third row there is no branch after the prompt, and a tree of its own would share a short run, too."""
     prompt = list(range(30))
