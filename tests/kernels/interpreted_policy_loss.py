@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spiral_kernels import force_backend, policy_loss
+from spiral_kernels import force_backend
 from spiral_kernels.policy_loss import triton as kernels
 from tests.kernels.test_policy_loss import SETTINGS, Batch, check
 
@@ -24,24 +24,15 @@ def test_sequences_of_many_blocks(case, monkeypatch):
     check(Batch([7, 0, 1, 12, 4, 8]), case[0], **case[1])
 
 
-@pytest.mark.parametrize("n_sequences", [1, kernels.ROWS, kernels.ROWS + 1])
-def test_numbers_of_sequences(n_sequences):
+@pytest.mark.parametrize("n_sequences", [1, 4, 5])
+def test_numbers_of_sequences(n_sequences, monkeypatch):
+    monkeypatch.setattr(kernels, "ROWS", 4)
     batch = Batch([2] * n_sequences)
     found, d_found = batch.run("ppo_clip", clip=(0.2, 0.2), kl_coef=0.1)
     force_backend("reference", "policy_loss")
     expected, d_expected = batch.run("ppo_clip", clip=(0.2, 0.2), kl_coef=0.1)
     torch.testing.assert_close(torch.stack(found), torch.stack(expected), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(d_found, d_expected, rtol=1e-12, atol=1e-12)
-
-
-def test_the_slope_of_k3_keeps_its_digits_near_0():
-    """exp(-d) - 1 as a difference would give 0 or noise there."""
-    d = torch.cat([10.0 ** torch.arange(-12, 2), torch.tensor([0.0, 0.49999, 0.5, 0.50001, 30.0])])
-    d = torch.cat([d, -d]).requires_grad_()
-    zero = torch.zeros(len(d))
-    out = policy_loss(d, zero, zero[:1], torch.tensor([0, len(d)]), ref_logp=zero, kl_coef=1.0, kl="k3")
-    (slope,) = torch.autograd.grad(out.loss, d)
-    torch.testing.assert_close(slope.double(), -torch.expm1(-d.detach().double()), rtol=4e-7, atol=0)
 
 
 def test_a_mask_is_a_weight():

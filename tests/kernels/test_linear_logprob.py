@@ -151,14 +151,10 @@ def test_bfloat16_is_no_worse_than_torch(backend, vocabulary):
 
 
 def test_bfloat16_is_summed_in_float32(backend, monkeypatch):
-    """Over many tiles, and over many rows of one hidden state."""
+    """Over many tiles."""
     monkeypatch.setitem(tiles.TILE_ROWS, "cpu", 16)
     monkeypatch.setitem(tiles.TILE_ELEMENTS, "cpu", 16 * 5)
     check_bfloat16(random_case(1500, rows=40, size=64, dtype=torch.bfloat16))
-    case = random_case(50, rows=1000, size=64, dtype=torch.bfloat16)
-    case = Case(case.inputs[0][:2], *case.inputs[1:3], row_index=torch.arange(1000) % 2)
-    case.d_logp = torch.ones(1000).double()
-    check_bfloat16(case)
 
 
 def test_entropy_is_never_negative(backend):

@@ -361,6 +361,14 @@ def test_rows_of_weight_0_are_never_read(backend, small_tiles, of_loss, with_ind
     assert all(torch.equal(a, b) for a, b in zip(gradients, clean, strict=True))
 
 
+def test_the_loss_is_summed_in_float64(backend):
+    case = Case(rows=3, size=1, n_hidden=1, row_index=torch.zeros(3, dtype=torch.int64))
+    case.targets[:], case.advantages[:] = 5, -1
+    case.token_weight = torch.tensor([1e8, 1, -1e8])
+    out, _ = case.run(loss="reinforce")
+    torch.testing.assert_close(out.loss, out.logp[0])
+
+
 def test_a_weight_on_the_bound_of_the_mask_is_kept(backend):
     case = Case()
     case.old = case.rollout

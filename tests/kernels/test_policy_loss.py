@@ -338,6 +338,27 @@ def test_a_ratio_that_overflows(backend):
     assert batch.run("importance_sampling")[0].loss == -torch.inf
 
 
+def test_the_slope_of_k3_keeps_its_digits_near_0(backend):
+    """exp(-d) - 1 as a difference would give 0 or noise there."""
+    d = torch.cat([10.0 ** torch.arange(-12, 2), torch.tensor([0.0, 0.49999, 0.5, 0.50001, 30.0])])
+    d = torch.cat([d, -d]).requires_grad_()
+    zero = torch.zeros(len(d))
+    if backend == "reference":
+        pytest.skip("its truth is the formula itself, in float64")
+    out = policy_loss(d, zero, zero[:1], torch.tensor([0, len(d)]), ref_logp=zero, kl_coef=1.0, kl="k3")
+    (slope,) = torch.autograd.grad(out.loss, d)
+    torch.testing.assert_close(slope.double(), -torch.expm1(-d.detach().double()), rtol=4e-7, atol=0)
+
+
+def test_sums_are_in_float64(backend):
+    """Of the loss, and of a sequence's log ratios; float32 would lose the middle token."""
+    batch = Batch([3], dtype=torch.float32)
+    batch.logp[:], batch.weight[:], batch.credit[:] = -1, torch.tensor([1e8, 1, -1e8]), 1
+    assert batch.run("reinforce")[0].loss == 1
+    batch.logp[:], batch.rollout[:], batch.weight[:] = torch.tensor([1e7, 0.3, -1e7]), 0, 1
+    assert batch.run("gspo", clip=(1.0, 1.0))[0].ratio_max.item() == pytest.approx(math.exp(0.1))
+
+
 @pytest.mark.parametrize("name", ["logp", "rollout", "old", "credit", "weight"])
 def test_nan_that_counts_is_not_hidden(backend, name):
     batch = Batch([2])
@@ -345,7 +366,9 @@ def test_nan_that_counts_is_not_hidden(backend, name):
     getattr(batch, name)[0] = torch.nan
     for loss, of_loss in SETTINGS:
         if of_loss.get("old") and not any(setting.endswith("mask") for setting in of_loss):
-            assert batch.run(loss, **of_loss)[0].loss.isnan(), (loss, of_loss)
+            out, _ = batch.run(loss, **of_loss)
+            assert out.loss.isnan(), (loss, of_loss)
+            assert out.ratio_mean.isnan() == out.ratio_max.isnan() == (name in ("logp", "old"))
 
 
 def test_two_runs_are_bit_equal_and_sequences_do_not_touch(backend):
