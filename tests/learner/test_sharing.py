@@ -135,3 +135,9 @@ def test_a_cut_is_made_where_the_fewest_tokens_repeat():
     """Two problems of three rows each in room for four: not 4 + 2 but 3 + 3."""
     rows = [row([problem] * 50, [problem, i]) for problem in (1, 2) for i in range(3)]
     assert cut(rows, paths_of(rows, "tree"), 50 + 4 * 2, COST) == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_of_equal_cuts_the_most_even_is_made():
+    """Both parts compute the prompt, the second again."""
+    rows = [row([1] * 50, [10 + i] * 11) for i in range(6)]
+    assert [len(part) for part in cut(rows, paths_of(rows, "tree"), 100, COST)] == [3, 3]
