@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -21,41 +20,12 @@ from spiral_fast.learner.policy import Policy, TokenLoss
 from spiral_fast.learner.rows import Row, check_rows, micro_batches, not_finite
 from spiral_fast.learner.self_check import check_against_flat
 from spiral_fast.learner.sharing import cut, paths_of
+from spiral_fast.learner.step_stats import StepRecord, StepStats
 from spiral_fast.learner.trees import pack_tree
 from spiral_fast.trace import SEARCH
 from spiral_kernels import LinearPolicyLoss
 
 __all__ = ["Learner", "Row", "StepStats"]
-
-
-@dataclass
-class StepStats:
-    """What one step did. Log-prob statistics are over the sampled tokens of the live rows, before the update."""
-
-    policy_version: int  # after the step
-    skipped_reason: str | None = None  # why the optimiser was not called; None: it was
-    skipped_rows: list[int] = field(default_factory=list)  # rows blamed for a number that is not finite, ascending
-    loss: float = 0.0
-    learning_rate: float = 0.0
-    rows: int = 0
-    live_rows: int = 0
-    micro_batches: int = 0
-    tokens_logical: int = 0  # prompt and sampled tokens of all rows
-    tokens_computed: int = 0  # tokens run forward and backward
-    flops_logical: float = 0.0  # of all rows, each alone; as learner/cost.py counts
-    flops_computed: float = 0.0
-    tokens_trained: int = 0  # sampled tokens of the live rows
-    gradient_norm: float = 0.0  # before clipping
-    clipped: bool = False
-    clip_factor: float = 1.0  # the gradient was multiplied by it
-    search_gradient_norm: float = 0.0
-    aggregation_gradient_norm: float = 0.0
-    gradient_cosine: float | None = None  # between the two terms; None where one is zero
-    logp_gap_mean: float = 0.0  # mean |learner - engine log-prob|
-    logp_gap_max: float = 0.0
-    kl: float = 0.0  # KL(engine policy || learner policy), mean of r - 1 - log r over tokens sampled from the engine
-    ratio_max: float = 1.0  # largest exp(learner - engine log-prob)
-    entropy: dict[int, float] = field(default_factory=dict)  # level -> mean entropy of the next-token law, nats
 
 
 class Learner:
@@ -103,7 +73,7 @@ class Learner:
             return _skip(stats, "no live row", [])
         search = [index for index in live if rows[index].level == SEARCH]
         aggregation = [index for index in live if rows[index].level != SEARCH]
-        record = _Record()
+        record = StepRecord()
         self._backward(rows, search, record)
         search_gradient = self.gradient() if search and aggregation else None
         self._backward(rows, aggregation, record)
@@ -175,7 +145,7 @@ class Learner:
         """Continue from what `save` wrote: the same steps give the same bits as without the break."""
         checkpoint.restore(self, Path(folder))
 
-    def _backward(self, rows: Sequence[Row], indices: list[int], record: _Record) -> None:
+    def _backward(self, rows: Sequence[Row], indices: list[int], record: StepRecord) -> None:
         """Add the gradient of the loss of rows[indices] to the adapter's."""
         for part, packed in self._micro_batches([rows[i] for i in indices]):
             part = [indices[i] for i in part]
@@ -186,8 +156,7 @@ class Learner:
                 check_against_flat(self, batch, out.logp)
             levels = _per_token([row.level for row in batch], packed, packed.targets)
             row_of = _per_token(part, packed, packed.targets)
-            record.add(packed, out, token_loss, levels, row_of)
-            record.flops += self.cost.of_packed(packed)
+            record.add(packed, out, token_loss, levels, row_of, self.cost.of_packed(packed))
 
     def loss_and_gradient(self, batch: Sequence[Row], packed: Packed) -> tuple[LinearPolicyLoss, TokenLoss]:
         """Adds the gradient of one micro-batch, packed from `batch`; its loss and log-probs, cut off from the graph."""
@@ -246,48 +215,6 @@ class Learner:
 def _per_token(values: Sequence[float], packed: Packed, like: torch.Tensor) -> torch.Tensor:
     """One value per row -> (R,) one per sampled token, in the dtype and on the device of `like`."""
     return torch.tensor(values, dtype=like.dtype).repeat_interleave(torch.tensor(packed.counts)).to(like.device)
-
-
-class _Record:
-    """Collects a step's per-token numbers, cut off from the graph, and reduces them once."""
-
-    def __init__(self):
-        self.tokens_computed = 0
-        self.flops = 0.0
-        self.loss: list[torch.Tensor] = []  # scalars, one per micro-batch; below (R,) each
-        self.losses: list[torch.Tensor] = []
-        self.log_ratios: list[torch.Tensor] = []
-        self.entropies: list[torch.Tensor] = []
-        self.levels: list[torch.Tensor] = []
-        self.rows: list[torch.Tensor] = []  # index of the row a token belongs to
-
-    def add(self, packed, out: LinearPolicyLoss, loss: TokenLoss, levels, rows) -> None:
-        log_ratio = out.logp - loss.rollout_logp
-        self.tokens_computed += packed.tokens.numel()
-        self.loss.append(out.loss)
-        self.losses.append(log_ratio.exp() * loss.credit * loss.weight)
-        self.log_ratios.append(log_ratio)
-        self.entropies.append(out.entropy)
-        self.levels.append(levels)
-        self.rows.append(rows)
-
-    def into(self, stats: StepStats) -> None:
-        log_ratio, entropy, levels = (torch.cat(x) for x in (self.log_ratios, self.entropies, self.levels))
-        stats.loss = torch.stack(self.loss).double().sum().item()
-        stats.micro_batches = len(self.loss)
-        stats.tokens_computed, stats.flops_computed = self.tokens_computed, self.flops
-        stats.tokens_trained = log_ratio.numel()
-        gap = log_ratio.double()
-        stats.logp_gap_mean = gap.abs().mean().item()
-        stats.logp_gap_max = gap.abs().max().item()
-        stats.kl = (gap.exp() - 1 - gap).mean().item()
-        stats.ratio_max = gap.max().exp().item()
-        stats.entropy = {int(level): entropy[levels == level].double().mean().item() for level in levels.unique()}
-
-    def not_finite(self) -> list[int]:
-        """Rows with a log-prob or a token's loss that is not finite, ascending."""
-        log_ratio, losses, rows = (torch.cat(x) for x in (self.log_ratios, self.losses, self.rows))
-        return rows[~(log_ratio.isfinite() & losses.isfinite())].unique().tolist()
 
 
 def _skip(stats: StepStats, reason: str, rows: list[int]) -> StepStats:
