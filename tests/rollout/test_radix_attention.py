@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from spiral_fast.path_attention import native_missing
+from spiral_fast.path_attention import Group, PathAttention, native_missing
 from spiral_fast.rollout.radix import prefill
 from spiral_fast.rollout.radix.decode_copies import CopiedPrompts
 from spiral_fast.rollout.radix.pool import Pool
@@ -95,10 +95,10 @@ def test_a_run_that_is_not_written_leaves_the_pool_alone():
 
 
 def tree_prompts(tree, pool, lengths, draw):
-    """New prompts, every second one below the one before: their nodes, keys and values."""
+    """New prompts in chains of three, each below the one before: their nodes, keys and values."""
     found, made = {}, []
     for i, length in enumerate(lengths):
-        above = made[-1] if i % 2 else None
+        above = made[-1] if i % 3 else None
         key, value = draw(length), draw(length)
         slots = pool.allocate(length)
         pool.write(0, torch.from_numpy(slots), key, value)
@@ -212,6 +212,26 @@ def test_decode_with_every_instruction_set(instruction_set):
         test_decode(4, 2, 64, [70, 5], "in place bfloat16")
     finally:
         _native.use_instruction_set(before)
+
+
+@pytest.mark.skipif(InPlace is None, reason="spiral_kernels._native is not built")
+@pytest.mark.parametrize("dtype,error", [(torch.float32, 2e-6), (torch.bfloat16, 4e-3)])
+def test_rows_of_a_group_see_prefixes_in_any_order(dtype, error):
+    """More rows than share a pass, the longest prefix first, in the middle or last; one token to four tiles."""
+    rng = np.random.default_rng(0)
+    torch.manual_seed(0)
+    query, keys, values = (torch.randn(n, heads, 24).to(dtype) for n, heads in ((110, 6), (300, 2), (300, 2)))
+    rows = rng.permutation(110)
+    groups = []
+    for at, n in ((rows[:70], 230), (rows[70:], 65)):
+        groups.append(Group(rng.permutation(300)[:n], at, rng.integers(1, n + 1, len(at))))
+    groups[0].visible[[0, 40]] = 230, 1
+    out = PathAttention(groups).attend(query, keys, values, SCALE)
+    for slots, at, visible in groups:
+        for row, n in zip(at, visible, strict=True):
+            seen = torch.from_numpy(slots[:n])
+            expected = dense(*(x.double() for x in (query[row], keys[seen], values[seen])))
+            torch.testing.assert_close(out[row].double(), expected, rtol=error, atol=error)
 
 
 @pytest.mark.parametrize("seed", range(20))

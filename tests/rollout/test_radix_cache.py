@@ -178,6 +178,48 @@ def test_a_failed_step_leaves_nothing_half_done(exact_model):
         assert one.tokens == two.tokens and one.computed_tokens == two.computed_tokens
 
 
+@pytest.mark.parametrize("forward", [1, 4, 30])
+def test_an_interrupt_gives_every_token_back(forward):
+    """In the first prefill, a later chunk, after evictions; native decode. The engine is like a new one then."""
+    model = tiny_model()
+    settings = dict(eos=(), max_running=5, cache_tokens=200, prefill_chunk=16)
+    engine = make_engine(model, **settings)
+    requests = tree_requests(siblings=2)
+    seen = iter(range(1, 10**6))
+
+    def interrupt(*_):
+        if next(seen) == forward:
+            raise KeyboardInterrupt
+
+    hook = model.get_base_model().model.layers[1].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        generate(engine, requests)
+    hook.remove()
+    assert engine._pool.held == engine._tree.size == engine._reserved == 0 and engine.step() == []
+    assert engine.counts.prompt == engine.counts.cached + engine.counts.computed
+    before = engine.counts
+    again = generate(engine, requests)
+    check_counts(engine, requests, again, before)
+    for one, two in zip(generate(make_engine(model, **settings), requests), again, strict=True):
+        assert one.tokens == two.tokens and np.array_equal(one.logp, two.logp)
+        assert one.computed_tokens == two.computed_tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_budget_of_exactly_one_request(dtype):
+    """Prompts that fill it, of one token, prefixes of the cached one; one new token; ends at once."""
+    engine = make_engine(tiny_model(dtype=dtype), eos=(), cache_tokens=30)
+    sizes = [(29, 1), (28, 2), (28, 1), (10, 20), (1, 29), (29, 1), (15, 15), (16, 14)]
+    requests = [request([2] * n, max_new_tokens=new) for n, new in sizes]
+    completions = generate(engine, requests)
+    assert [len(done.tokens) for done in completions] == [new for _, new in sizes]
+    check_counts(engine, requests, completions)
+    assert engine._pool.held == engine._tree.size <= 30 and engine._reserved == 0
+    engine = make_engine(tiny_model(dtype=dtype), eos=range(VOCABULARY), cache_tokens=30)
+    assert {(len(done.tokens), done.finish_reason) for done in generate(engine, requests)} == {(1, "stop")}
+    assert engine._pool.held == engine._tree.size <= 30 and engine._reserved == 0
+
+
 @pytest.mark.parametrize("weight", [torch.nan, torch.inf, 1e30])
 def test_logits_that_are_not_finite_are_named(weight):
     """Found when the prompt is computed, by the problem; what was queued is dropped."""

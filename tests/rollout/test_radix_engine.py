@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from spiral_fast.rollout.engine import PromptTooLong, Request, generate
+from spiral_fast.rollout.radix.sampling import uniforms
 from spiral_fast.trace import TraceKey
 from tests.rollout.tiny_models import (
     FAMILIES,
@@ -62,6 +63,24 @@ def test_a_trace_does_not_depend_on_its_company(exact_model):
             assert done.tokens == other.tokens
     for each, done in list(zip(requests, together, strict=True))[::5]:
         assert generate(make_engine(exact_model), [each])[0].tokens == done.tokens
+
+
+def test_in_float32_only_a_tie_of_rounding_lets_company_change_a_trace():
+    """Log-probs agree to rounding up to the first other token; its random number lies at the edge between the two."""
+    model = tiny_model()
+    requests = [request([2 + i % 3, 5], seed=i, max_new_tokens=20) for i in range(24)]
+    together = generate(make_engine(model, eos=()), requests)
+    for changes in ({"max_running": 5}, {"max_running": 11, "cache_tokens": 100}):
+        for each, one, two in zip(
+            requests, together, generate(make_engine(model, eos=(), **changes), requests), strict=True
+        ):
+            same = next((i for i, (a, b) in enumerate(zip(one.tokens, two.tokens, strict=True)) if a != b), 20)
+            np.testing.assert_allclose(one.logp[:same], two.logp[:same], rtol=0, atol=1e-5)
+            if same < 20:
+                logits = plain_logits(model, [*each.prompt, *one.tokens[:same]])[-1].double()
+                edge = logits.softmax(-1).cumsum(-1)[min(one.tokens[same], two.tokens[same])]
+                u = uniforms(np.array([each.seed], np.uint64), np.array([same], np.uint64))[0]
+                assert abs(float(edge) - u) < 1e-5
 
 
 def test_siblings_differ_and_seeds_repeat(exact_model):

@@ -1,4 +1,4 @@
-"""Decode in plain torch: on devices and dtypes that native.py does not serve, or where the native module is missing.
+"""Decode in plain torch: where the native kernel does not serve the device or dtype, or is not built.
 
 A request's keys are its prompt's, shared by all requests with that prompt, and its own. The queries of a group
 (requests with one prompt) are stacked and attend to the prompt's keys once; the result enters each request's own
