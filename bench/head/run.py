@@ -173,4 +173,7 @@ if __name__ == "__main__":
     for option, default in {"tokens": 2048, "size": 576, "vocabulary": 49152, "threads": 1, "rounds": 3}.items():
         parser.add_argument(f"--{option}", type=int, default=default)
     parser.add_argument("--json", dest="json_to", default="", help="file to write the rows to")
-    run(**vars(parser.parse_args()))
+    options = parser.parse_args()
+    if options.tokens % SEQUENCE:
+        parser.error(f"--tokens {options.tokens}: must be a multiple of {SEQUENCE}, the length of a sequence")
+    run(**vars(options))
