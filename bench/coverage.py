@@ -5,6 +5,8 @@ Problems have Beta-distributed success probabilities, an outcome each is the sha
 
 from __future__ import annotations
 
+import argparse
+
 import numpy as np
 
 from spiral_fast.evaluate.bootstrap import bootstrap_interval
@@ -33,4 +35,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

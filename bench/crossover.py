@@ -5,6 +5,7 @@ Forward and backward of the summed log-probs, one thread, CPU time, best of 7, b
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
 
@@ -49,4 +50,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

@@ -7,6 +7,7 @@ inputs. Each line is a process of its own.
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
@@ -60,9 +61,9 @@ def peak_mb() -> float:
     return int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
 
 
-def main() -> None:
-    if len(sys.argv) > 1:
-        print(measure(*sys.argv[1:]))
+def main(case: list[str]) -> None:
+    if case:
+        print(measure(*case))
         return
     print("| dtype | head | | CPU seconds | peak MB |\n|---|---|---|---|---|", flush=True)
     for case in CASES:
@@ -70,4 +71,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", nargs="*", help="dtype, head and trl or ours: this line alone, in this process")
+    main(parser.parse_args().case)

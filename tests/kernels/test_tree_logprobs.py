@@ -194,6 +194,7 @@ def head():
         (lambda: gemma2(attn_logit_softcapping=5.0), "has attn_logit_softcapping = 5.0"),
         (dropout, r"has dropout 0.1 in model.layers.1.mlp.act_fn.1: model.eval\(\)"),
         (one_layer_of_its_own, r"only layers \[1\] attended over the tree"),
+        (lambda: torch.nn.Linear(2, 2), "Linear is no causal language model"),
         (head, "has a Sequential for a head"),
     ],
 )

@@ -43,6 +43,8 @@ def tree_logprobs(
     what cannot be computed exactly.
     """
     causal_lm = model.get_base_model() if hasattr(model, "peft_config") else model
+    if not hasattr(causal_lm, "get_decoder"):
+        raise ValueError(f"tree_logprobs: {type(causal_lm).__name__} is no causal language model of transformers")
     decoder, head = causal_lm.get_decoder(), causal_lm.get_output_embeddings()
     _check(model, causal_lm, head)
     n_rows = sum(len(segment) for trace in segments for segment in trace[1::2])
