@@ -56,7 +56,7 @@ class Plan:
             return True
         first = 0
         for run in self.runs:  # `node` may have been split off a run's middle
-            found = np.flatnonzero(run.path[run.start :] == node.slots[-1]) if run.write else ()
+            found = np.flatnonzero(run.path[run.start :] == node.slots[-1])
             if len(found):
                 self.wanted.append((node, first + int(found[0])))
                 return True
