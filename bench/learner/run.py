@@ -12,7 +12,6 @@ same process.
 from __future__ import annotations
 
 import argparse
-import gc
 import time
 from collections.abc import Callable
 from statistics import median
@@ -29,7 +28,6 @@ from spiral_fast.config import Config, load_config
 from spiral_fast.learner.learner import Learner
 from spiral_fast.learner.rows import Row
 from spiral_fast.set_up import SetUp, set_up
-from spiral_fast.verify.memory import peak_bytes, start_peak
 
 
 class Case(NamedTuple):
@@ -58,7 +56,6 @@ class Line(NamedTuple):
     speed_up: float  # over flat on the same rows
     of_ratio: float  # over the ratio of FLOPs
     of_rate: float  # of the GEMM rate
-    peak_bytes: int  # above what is held before the step
     gradient_norm: float
 
 
@@ -166,18 +163,15 @@ def _measure(name: str, rounds: int, clock: Callable[[], float]) -> list[Line]:
     for contender, step in found.items():
         step(rows_of[contender][:24])  # the warm-up
     times: dict[str, list[float]] = {contender: [] for contender in found}
-    steps, peaks = {}, {}
+    steps = {}
     for _ in range(rounds):
         for contender, step in found.items():
-            gc.collect()
-            held = start_peak(torch.device("cpu"))
             start = clock()
             steps[contender] = step(rows_of[contender])
             times[contender].append(clock() - start)
-            peaks[contender] = int(peak_bytes(torch.device("cpu")) - held)
     rate = gemm_rate(parts.loaded.model, clock)
     header = f"{'tokens':>8}{'TFLOP':>8}{'seconds':>9}{'logical/s':>11}{'speed-up':>10}{'of ratio':>10}{'of rate':>9}"
-    print(f"{'':28}{header}{'peak MB':>9}{'|gradient|':>12}   GEMM {rate / 1e9:.0f} GFLOP/s")
+    print(f"{'':28}{header}{'|gradient|':>12}   GEMM {rate / 1e9:.0f} GFLOP/s")
     lines = []
     for contender in found:
         rows = rows_of[contender]
@@ -196,13 +190,12 @@ def _measure(name: str, rounds: int, clock: Callable[[], float]) -> list[Line]:
             speed_up,
             of_ratio,
             of_rate,
-            peaks[contender],
             norm,
         )
         lines.append(line)
         print(
             f"{contender:28}{tokens:8}{flop / 1e12:8.3f}{seconds:9.3f}{logical:11.0f}{speed_up:10.2f}{of_ratio:10.2f}"
-            f"{of_rate:9.2f}{line.peak_bytes / 1e6:9.0f}{line.gradient_norm:12.5g}"
+            f"{of_rate:9.2f}{line.gradient_norm:12.5g}"
         )
     return lines
 
