@@ -87,6 +87,19 @@ def test_a_prompt_that_ends_inside_an_earlier_one(exact_model):
     assert [done.computed_tokens for done in both] == [6, 0] and both[1].tokens == cold.tokens
 
 
+@pytest.mark.parametrize("chunk", [2, 64])
+def test_prompts_that_end_inside_a_later_run_of_one_prefill(exact_model, chunk):
+    """The first run continues a cached prompt; the others end inside the second, in an earlier chunk than its end."""
+    engine = make_engine(exact_model, prefill_chunk=chunk)
+    generate(engine, [request([2, 3, 4])])
+    prompts = [[2, 3, 4, 5, 6], [10, 11, 12, 13, 14], [10, 11, 12], [10]]
+    requests = [request(prompt, seed=i) for i, prompt in enumerate(prompts)]
+    completions = generate(engine, requests)
+    assert [done.computed_tokens for done in completions] == [2, 5, 0, 0]
+    for each, done in zip(requests, completions, strict=True):
+        np.testing.assert_allclose(done.logp, plain_logp(exact_model, each, done.tokens), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("cache_tokens", [100, 200, 20000])
 @pytest.mark.parametrize("dtype,error", [(torch.float64, 1e-6), (torch.float32, 2e-5)])
 def test_what_is_counted_is_what_runs_and_log_probs_hold_after_evictions(cache_tokens, dtype, error):
