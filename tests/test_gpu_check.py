@@ -38,6 +38,7 @@ def test_without_a_gpu_one_line_and_an_error_code(tmp_path):
 def test_every_outcome_is_recorded_with_its_reason(tmp_path, monkeypatch):
     (tmp_path / "test_some.py").write_text(TESTS)
     monkeypatch.setattr(gpu_check, "TESTS", (str(tmp_path / "test_some.py"),))
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # this process may be one, the pytest within is none
     found = gpu_check.run_tests(tmp_path, 60)
     outcomes = {line["test"].split("::")[1]: line for line in found["outcomes"]}
     assert {name: line["outcome"] for name, line in outcomes.items()} == {

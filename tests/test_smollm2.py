@@ -52,10 +52,10 @@ def test_rollout_and_step():
     assert stats.search_gradient_norm > 0 < stats.aggregation_gradient_norm
     largest = max(g.abs().max().item() for g in whole.values())
 
-    small = config.learner.model_copy(update={"micro_batch_tokens": 200})
+    small = config.learner.model_copy(update={"micro_batch_tokens": stats.tokens_computed // 4})
     parts_of_it, split = gradient_of_step(Learner(config.model_copy(update={"learner": small}), parts.loaded), rows)
     assert split.micro_batches > stats.micro_batches
-    assert largest_difference(parts_of_it, whole) <= 1e-6 * largest
+    assert largest_difference(parts_of_it, whole) <= 5e-6 * largest
 
     before = {name: parameter.detach().clone() for name, parameter in learner.parameters.items()}
     learner.step(rows)

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 # How far two right computations of the same gradient may be apart, relative to its norm, by the dtype of the model.
 # Shapes decide the order of a GEMM's sums. float32: right ones differ by 3e-7 (builtin:parts) and 3e-5 (SmolLM2-135M).
-# 16 bits: each activation is rounded at 4e-3; right ones differ by 0.003 and 0.016.
-LARGEST_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+# 16 bits: each activation is rounded at 4e-3; right ones differ by 0.003 and 0.016, of six short rows by 0.14.
+LARGEST_DIFFERENCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.3}
 
 
 class SharingDiffers(FloatingPointError):

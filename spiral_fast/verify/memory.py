@@ -71,11 +71,11 @@ def _rows(subject: Subject, longest: int, budget: int) -> list[Row]:
     ]
 
 
-def _row(subject: Subject, length: int, n_sampled: int, level: int, first: int) -> Row:
-    """Its first token is number `first` of the vocabulary: rows that share nothing fill a micro-batch soonest."""
+def _row(subject: Subject, length: int, n_sampled: int, level: int, index: int) -> Row:
+    """Its first two tokens are of `index` alone: rows that share nothing fill a micro-batch."""
     vocabulary = subject.loaded.causal_lm.config.vocab_size
     tokens = (subject.traces[0].prompt * (length // len(subject.traces[0].prompt) + 1))[:length]
-    tokens[0] = first % vocabulary
+    tokens[:2] = index % vocabulary, index // vocabulary % vocabulary
     prompt, sampled = tokens[: length - n_sampled], tokens[length - n_sampled :]
     logp = np.full(n_sampled, -np.log(vocabulary), np.float32)
     return Row(prompt, sampled, logp, 1.0, 1e-6, level)
