@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import unicodedata
 
 import pytest
@@ -22,9 +23,11 @@ def test_unicode_form_does_not_count(text):
 def test_case_spacing_and_closing_punctuation_do_not_count(text, data):
     blanks = st.sampled_from([" ", "  ", "\t", "\n", "\u00a0", "\u3000"])
     spaced = "".join(data.draw(blanks) if letter == " " else letter for letter in text)
+    if not re.sub(r"\\[()]|[ .,?$]", "", text):  # nothing but what does not count: then all of it does
+        return
     same = normalised(text)
-    assert normalised(spaced) == normalised(spaced.upper()) == same or text.strip(" .,?$") == ""
-    assert normalised(f"  {text} .") == normalised(text + " ?") == same or text.strip(" .,?$") == ""
+    assert normalised(spaced) == normalised(spaced.upper()) == same
+    assert normalised(f"  {text} .") == normalised(text + " ?") == same
 
 
 @given(texts)
