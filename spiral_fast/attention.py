@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from transformers import AttentionInterface
 
+from spiral_kernels.tree_logprobs.attention import NOT_CAUSAL_SOFTMAX
+
 ATTENTION = "spiral_fast"  # name under which transformers finds it: model.set_attn_implementation(ATTENTION)
 
 
@@ -22,9 +24,6 @@ class Attend(Protocol):
 
         Returns (1, T, Hq, D).
         """
-
-
-NOT_CAUSAL_SOFTMAX = ("sliding_window", "softcap", "s_aux", "sinks", "position_bias")  # what a layer may ask for
 
 
 def _attention(module, query, key, value, attention_mask, scaling=None, attend: Attend | None = None, **asked):

@@ -2,7 +2,7 @@
 
 `python -m bench.learner.group [--case NAME] [--rounds N] [--threads N]`. The peer is the computation of TRL's
 GRPOTrainer: the group in batches of rows, the prompt in each, completions padded on the right, logits of the completion
-columns, a log_softmax (bfloat16) or logsumexp (float32) per row; batches of 4 are the fastest of 1, 2, 4, 8 here. Both
+columns, a log_softmax (bfloat16) or logsumexp (float32) per row; batches of 4. Both
 through peft's own layers. `of ratio` is the speed-up over the ratio of FLOPs (matrix products; the peer's without its
 padding): 1 = every FLOP saved is time saved.
 """

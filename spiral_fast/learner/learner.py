@@ -20,7 +20,7 @@ from spiral_fast.learner.policy import Policy, TokenLoss
 from spiral_fast.learner.rows import Row, check_rows, micro_batches, not_finite
 from spiral_fast.learner.self_check import check_against_flat
 from spiral_fast.learner.sharing import cut, paths_of
-from spiral_fast.learner.step_stats import StepRecord, StepStats
+from spiral_fast.learner.step_stats import StepRecord, StepStats, norm
 from spiral_fast.learner.trees import pack_tree
 from spiral_fast.trace import SEARCH
 from spiral_kernels import LinearPolicyLoss
@@ -80,7 +80,7 @@ class Learner:
         gradient = self.gradient()
         record.into(stats)
         stats.live_rows = len(live)
-        stats.gradient_norm = _norm(gradient)
+        stats.gradient_norm = norm(gradient)
         _gradient_terms(search_gradient, gradient, stats, all_search=bool(search))
         limit = self.config.clip_norm
         if limit is not None and math.isfinite(stats.gradient_norm) and stats.gradient_norm > limit:
@@ -126,7 +126,7 @@ class Learner:
             loss = -self.policy(packed, 1.0).logp.sum() / n_tokens
             loss.backward()
             total += loss.item()
-        for name, value in (("cross-entropy", total), ("gradient norm", _norm(self.gradient()))):
+        for name, value in (("cross-entropy", total), ("gradient norm", norm(self.gradient()))):
             if not math.isfinite(value):
                 self._supervised_optimiser.zero_grad()
                 raise FloatingPointError(f"supervised step: the {name} is {value}; lower warm_start.learning_rate")
@@ -244,12 +244,8 @@ def _gradient_terms(search: torch.Tensor | None, total: torch.Tensor, stats: Ste
             stats.aggregation_gradient_norm = stats.gradient_norm
         return
     aggregation = total - search
-    stats.search_gradient_norm = _norm(search)
-    stats.aggregation_gradient_norm = _norm(aggregation)
+    stats.search_gradient_norm = norm(search)
+    stats.aggregation_gradient_norm = norm(aggregation)
     product = stats.search_gradient_norm * stats.aggregation_gradient_norm
     if product > 0:
         stats.gradient_cosine = torch.dot(search, aggregation).item() / product
-
-
-def _norm(vector: torch.Tensor) -> float:
-    return torch.linalg.vector_norm(vector, dtype=torch.float64).item()

@@ -10,6 +10,7 @@ import torch
 
 from spiral_fast.learner.packed import pack
 from spiral_fast.learner.rows import Row
+from spiral_fast.learner.step_stats import norm
 
 if TYPE_CHECKING:
     from spiral_fast.learner.learner import Learner
@@ -42,12 +43,12 @@ def check_against_flat(learner: Learner, rows: Sequence[Row], logp: torch.Tensor
         out, _ = learner.loss_and_gradient([row], pack([(row.prompt, row.tokens)], learner.device))
         gradient = learner.gradient()
         flat += gradient
-        squares += _norm(gradient) ** 2
+        squares += norm(gradient) ** 2
         flat_logp.append(out.logp)
     for parameter, gradient in zip(parameters, kept, strict=True):
         parameter.grad = gradient
-    size = max(_norm(flat), math.sqrt(squares))
-    difference = _norm(shared - flat) / max(size, torch.finfo(flat.dtype).tiny)
+    size = max(norm(flat), math.sqrt(squares))
+    difference = norm(shared - flat) / max(size, torch.finfo(flat.dtype).tiny)
     limit = LARGEST_DIFFERENCE[learner.policy.model.get_base_model().dtype]
     if not difference <= limit:
         gap = (logp - torch.cat(flat_logp)).abs().max().item()
@@ -56,7 +57,3 @@ def check_against_flat(learner: Learner, rows: Sequence[Row], logp: torch.Tensor
             f"differs from the one without sharing by {difference:.2g} of its norm (rounding explains {limit:g}), its "
             f"log-probs by up to {gap:.2g} nats. Set learner.sharing: none, and report this model and config"
         )
-
-
-def _norm(vector: torch.Tensor) -> float:
-    return torch.linalg.vector_norm(vector, dtype=torch.float64).item()

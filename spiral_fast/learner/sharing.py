@@ -15,11 +15,9 @@ import numpy as np
 
 from spiral_fast.learner.cost import Cost
 from spiral_fast.learner.rows import Row
+from spiral_fast.lists import Lists
 from spiral_kernels import PrefixTree
-
-# Rows share what follows a branch only if they agree on that many tokens there: chance agreements, such as the first
-# words of all traces after a prompt, would become many short nodes, each of which costs attention a call.
-MIN_SHARED_RUN = 16
+from spiral_kernels.tree_logprobs import MIN_SHARED_RUN
 
 
 class Paths(NamedTuple):
@@ -33,7 +31,7 @@ def paths_of(rows: Sequence[Row], sharing: str) -> Paths:
     """Of at least one row. Ids are depth-first: in the order of their last ids, each row shares most with the one
     before it."""
     documents = [np.asarray(row.prompt + row.tokens[:-1], np.int64) for row in rows]
-    tokens, offsets = _flat(documents)
+    tokens, offsets = Lists.of(documents)
     names = tokens  # what must agree to be shared: the tokens, or names that keep apart what is not to be shared
     if sharing != "tree":
         names = np.arange(len(tokens))
@@ -53,7 +51,7 @@ def paths_of(rows: Sequence[Row], sharing: str) -> Paths:
 
 def tree_of(paths: Paths, part: Sequence[int]) -> PrefixTree:
     """The prefix tree of the rows in `part`, with exactly the sharing of `paths`; trace i is row part[i]."""
-    ids, offsets = _flat([paths.ids[i] for i in part])
+    ids, offsets = Lists.of([paths.ids[i] for i in part])
     tree = PrefixTree.build(ids, offsets, np.zeros(len(ids), bool))
     return tree._replace(tokens=tree.tokens.new_tensor(paths.token_of[tree.tokens.numpy()]))
 
@@ -91,12 +89,6 @@ def cut(rows: Sequence[Row], paths: Paths, token_budget: int, cost: Cost) -> lis
     while ends[-1]:
         ends.append(last[ends[-1]])
     return [order[begin:end] for begin, end in pairwise(ends[::-1])]
-
-
-def _flat(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """The arrays end to end (N,), and where each begins (n + 1,)."""
-    lengths = [0, *map(len, arrays)]
-    return np.concatenate([np.zeros(0, np.int64), *arrays]), np.cumsum(lengths)
 
 
 def _agreeing(a: np.ndarray, b: np.ndarray) -> int:

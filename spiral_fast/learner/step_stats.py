@@ -83,3 +83,7 @@ class StepRecord:
         """Rows with a log-prob or a token's loss that is not finite, ascending."""
         log_ratio, losses, rows = (torch.cat(x) for x in (self.log_ratios, self.losses, self.rows))
         return rows[~(log_ratio.isfinite() & losses.isfinite())].unique().tolist()
+
+
+def norm(vector: torch.Tensor) -> float:
+    return torch.linalg.vector_norm(vector, dtype=torch.float64).item()

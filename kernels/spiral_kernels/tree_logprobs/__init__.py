@@ -14,7 +14,9 @@ from spiral_kernels.tree_logprobs.attention import Tree, install, no_mask
 
 __all__ = ["tree_logprobs"]
 
-MIN_SHARED_RUN = 16  # chance agreements of the first sampled tokens are not worth a node
+# Traces share what follows a branch only if they agree on that many tokens there: chance agreements, such as the first
+# words of all samples after a prompt, would become many short nodes.
+MIN_SHARED_RUN = 16
 
 
 def tree_logprobs(
