@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from spiral_fast.algorithms import shape_refusals
 from spiral_fast.problem_refusals import problem_refusals
+from spiral_fast.sglang_refusals import sglang_refusals
 
 
 def _no_bool(value: Any) -> Any:
@@ -141,8 +142,39 @@ class ProblemsConfig(Section):
     variable_length: bool = Field(False, description="parts: traces may restate work, so that lengths vary")
 
 
+class SglangConfig(Section):
+    timeout_s: Annotated[float, Field(gt=0, le=86400), NoBool] = Field(
+        60.0,
+        description="seconds without an answer after which a server is asked whether it lives; one that does not "
+        "answer that within the same time is lost",
+    )
+    start_timeout_s: Annotated[float, Field(gt=0, le=86400), NoBool] = Field(
+        600.0, description="seconds a server may take to start, or all servers may be lost, before the run stops"
+    )
+    tensor_parallel: PositiveInt = Field(1, description="GPUs one server is spread over")
+    memory_fraction: Annotated[float, Field(gt=0, lt=1), NoBool] | None = Field(
+        None, description="share of the GPU for weights and KV cache; none = SGLang's own choice"
+    )
+    deterministic: bool = Field(
+        False, description="a trace depends on its seed and prompt alone, at a cost in speed; CUDA only"
+    )
+    args: dict[str, str | int | float | bool] = Field(
+        {},
+        description="further flags of the server, by SGLang's names: `{attention_backend: fa3}`; true = a flag alone",
+    )
+
+
 class RolloutConfig(Section):
-    engine: Literal["auto", "radix"] = Field("auto", description="auto = radix, the embedded engine")
+    engine: Literal["auto", "radix", "sglang"] = Field(
+        "auto",
+        description="radix = the embedded one; auto = sglang where servers are given or where CUDA is used and SGLang "
+        "is installed, else radix",
+    )
+    servers: list[str] = Field(
+        [],
+        description="URLs of running SGLang servers (`spiral-fast serve`), key in SPIRAL_FAST_SERVER_KEY; "
+        "[] = sglang starts its own",
+    )
     n_search: PositiveInt = Field(8, description="N1: search traces per problem (grpo: the group size)")
     n_sets: NonNegativeInt = Field(4, description="K: sets per problem")
     set_size: NonNegativeInt = Field(4, description="n: search traces in a set")
@@ -169,6 +201,7 @@ class RolloutConfig(Section):
         description="learner and engine give a token the same log-prob to the last bit, whatever else is in the batch; "
         "float32 on the CPU only; costs the sharing of prefixes in decode attention and a second pass of the head",
     )
+    sglang: SglangConfig = SglangConfig()
 
 
 class CreditConfig(Section):
@@ -403,6 +436,8 @@ def refusals(config: Config) -> list[str]:
         why = "names the reward of reward.kind: function; give both or neither"
         refuse("reward.function", config.reward.function, why)
     for refusal in problem_refusals(problems):
+        refuse(*refusal)
+    for refusal in sglang_refusals(config):
         refuse(*refusal)
     if config.model.path == "builtin:parts" and problems.source != "parts":
         refuse("problems.source", problems.source, "the model builtin:parts only speaks the task parts")
