@@ -22,19 +22,23 @@ class Attend(Protocol):
     ) -> torch.Tensor:
         """query (1, Hq, T, D), key and value (1, Hkv, T, D) of the T tokens of this forward, rotary positions applied.
 
-        Returns (1, T, Hq, D).
+        Returns (1, T, Hq, D). Only of a layer with a sliding window there is one more keyword, `window`: how many
+        tokens a token sees, itself included.
         """
 
 
-def _attention(module, query, key, value, attention_mask, scaling=None, attend: Attend | None = None, **asked):
+def _attention(
+    module, query, key, value, attention_mask, scaling=None, attend: Attend | None = None, sliding_window=None, **asked
+):
     if attend is None:
         raise ValueError(
             f"the attention implementation {ATTENTION!r} needs the keyword `attend` in the model's forward"
         )
     for name in NOT_CAUSAL_SOFTMAX:
         if asked.get(name) is not None:
-            raise ValueError(f"a layer asks for {name}; only full causal attention is supported")
-    return attend.attend(module.layer_idx, query, key, value, scaling), None
+            raise ValueError(f"a layer asks for {name}; only plain causal attention is supported")
+    window = {} if sliding_window is None else {"window": sliding_window}
+    return attend.attend(module.layer_idx, query, key, value, scaling, **window), None
 
 
 AttentionInterface.register(ATTENTION, _attention)

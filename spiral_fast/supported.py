@@ -45,13 +45,11 @@ def check_config(config: PretrainedConfig) -> None:
     for kind in _rope_types(getattr(config, "rope_parameters", None) or {}):
         if kind in BATCH_DEPENDENT_ROPE:
             refuse("rope_type", kind, "these rotary frequencies depend on the batch's longest position")
-    layer_types = getattr(config, "layer_types", None)
-    for layer, kind in enumerate(layer_types or ()):
-        if kind != "full_attention":
-            refuse(f"layer_types[{layer}]", kind, "only full causal attention is supported")
-    window = getattr(config, "sliding_window", None)
-    if layer_types is None and window and getattr(config, "use_sliding_window", True):
-        refuse("sliding_window", window, "only full causal attention is supported")
+    for layer, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        if kind not in ("full_attention", "sliding_attention"):
+            refuse(f"layer_types[{layer}]", kind, "only full and sliding-window causal attention are supported")
+        if kind == "sliding_attention" and not getattr(config, "sliding_window", None):
+            refuse(f"layer_types[{layer}]", kind, "it has no sliding_window")
     for field in LOGIT_CHANGES:
         value = getattr(config, field, None)
         if value is not None and value != 1:
@@ -79,6 +77,24 @@ def check_modules(model: PreTrainedModel) -> None:
     for path, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             raise UnsupportedModel(f"has dropout {module.p} in {path!r}: it must be 0, or engine and learner differ")
+
+
+def windows(config: PretrainedConfig) -> list[int | None]:
+    """Of each layer: how many tokens, itself included, a token sees in it; None: all before it."""
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if not getattr(config, "use_sliding_window", True):
+        window = None
+    if kinds is None:
+        return [window] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def windowed_layer(config: PretrainedConfig) -> str | None:
+    """The first layer with a sliding window, in words; None where every layer has full attention."""
+    for layer, window in enumerate(windows(config)):
+        if window is not None:
+            return f"layer {layer} attends within a sliding window of {window} tokens"
+    return None
 
 
 def key_value_shape(config: PretrainedConfig) -> tuple[int, int]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
+import torch
 from peft import PeftModel
 from torch import nn
 
 from spiral_fast.learner.packed import Packed
 from spiral_fast.learner.rows import Row
+from spiral_fast.supported import windows
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,7 @@ class Cost:
     per_token: float  # decoder layers
     per_pair: float  # attention, per (query, key) pair of all layers and heads
     per_row: float  # head, per sampled token
+    windows: tuple[tuple[int | None, float], ...] = ((None, 1.0),)  # (tokens a token sees, None: all; share of layers)
 
     def flops(self, tokens: int, pairs: int, rows: int) -> float:
         return self.per_token * tokens + self.per_pair * pairs + self.per_row * rows
@@ -26,11 +30,17 @@ class Cost:
     def of_row(self, row: Row) -> float:
         """Of a row alone."""
         n = row.computed_tokens
-        return self.flops(n, n * (n + 1) // 2, len(row.tokens))
+        return self.flops(n, self._pairs(torch.arange(n)), len(row.tokens))
 
     def of_packed(self, packed: Packed) -> float:
-        pairs = int((packed.positions + 1).sum())  # a token attends to itself and to those before it on its path
-        return self.flops(packed.tokens.numel(), pairs, packed.targets.numel())
+        return self.flops(packed.tokens.numel(), self._pairs(packed.positions), packed.targets.numel())
+
+    def _pairs(self, positions: torch.Tensor) -> float:
+        """A token attends to itself and to those before it on its path. Mean of the layers."""
+        seen = positions + 1
+        return sum(
+            share * int((seen if window is None else seen.clamp(max=window)).sum()) for window, share in self.windows
+        )
 
 
 def cost_of(model: PeftModel) -> Cost:
@@ -47,4 +57,5 @@ def cost_of(model: PeftModel) -> Cost:
         per_token=6.0 * numbers[True] + 4.0 * numbers[False],
         per_pair=12.0 * heads * size * len(layers),
         per_row=4.0 * causal_lm.get_output_embeddings().weight.numel(),
+        windows=tuple((window, n / len(layers)) for window, n in Counter(windows(config)).items()),
     )

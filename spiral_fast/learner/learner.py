@@ -17,6 +17,7 @@ from spiral_fast.learner.cost import cost_of
 from spiral_fast.learner.model import LoadedModel
 from spiral_fast.learner.packed import Packed, pack
 from spiral_fast.learner.policy import Policy, TokenLoss
+from spiral_fast.learner.refusals import refuse_windows
 from spiral_fast.learner.rows import Row, check_rows, micro_batches, not_finite
 from spiral_fast.learner.self_check import check_against_flat
 from spiral_fast.learner.sharing import cut, paths_of
@@ -37,6 +38,8 @@ class Learner:
     """
 
     def __init__(self, config: Config, loaded: LoadedModel):
+        """Raises ConfigError where the model's attention does not allow learner.sharing."""
+        refuse_windows(config, loaded.causal_lm.config)
         self.config = config.learner
         self.temperature = config.rollout.temperature
         self.max_context = loaded.max_context

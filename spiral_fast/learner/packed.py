@@ -25,7 +25,7 @@ except ImportError:  # a torch built without it
 
 
 class DocumentAttention:
-    """Causal attention inside each document (an `Attend` of spiral_fast/attention.py).
+    """Causal attention inside each document, sliding windows included (an `Attend` of spiral_fast/attention.py).
 
     Neighbours of equal length are stacked into one call: sort documents by length to make it few calls.
     """
@@ -43,22 +43,33 @@ class DocumentAttention:
         return [(start, end, -1) for start, end in zip([0, *ends], ends, strict=False)]
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None = None,
     ) -> torch.Tensor:
         """query (1, Hq, T, D), key and value (1, Hkv, T, D); returns (1, T, Hq, D)."""
         if self.flash and query.dtype in (torch.bfloat16, torch.float16):
-            return self._varlen(query, key, value, scale)
+            return self._varlen(query, key, value, scale, window)
         out, start = [], 0
         for length, count in self.runs:
             end = start + length * count
             # (1, H, count * L, D) -> (count, H, L, D) without a copy: tokens are the slow axis in memory
             q, k, v = (x[0, :, start:end].unflatten(1, (count, length)).transpose(0, 1) for x in (query, key, value))
-            o = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+            mask = {"is_causal": True}
+            if window is not None and window < length:
+                mask = {"attn_mask": _band(length, window, query.device)}
+            o = scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1], **mask)
             out.append(o.transpose(1, 2).flatten(0, 1))  # (count * L, Hq, D)
             start = end
         return torch.cat(out).unsqueeze(0) if len(out) > 1 else out[0].unsqueeze(0)
 
-    def _varlen(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    def _varlen(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int | None
+    ) -> torch.Tensor:
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, H, D)
         options = {}
         if q.shape[1] != k.shape[1]:
@@ -67,8 +78,14 @@ class DocumentAttention:
             else:
                 k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         longest, offsets = self.longest, self.offsets
-        out = varlen_attn(q, k, v, offsets, offsets, longest, longest, scale=scale, window_size=(-1, 0), **options)
+        before = -1 if window is None else window - 1  # tokens seen before a token itself
+        out = varlen_attn(q, k, v, offsets, offsets, longest, longest, scale=scale, window_size=(before, 0), **options)
         return out.unsqueeze(0)
+
+
+def _band(length: int, window: int, device: torch.device) -> torch.Tensor:
+    """(L, L) bool: token q sees k where q - window < k <= q."""
+    return torch.ones((length, length), dtype=torch.bool, device=device).tril_().triu_(1 - window)
 
 
 @dataclass

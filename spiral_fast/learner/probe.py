@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from spiral_fast.attention import ATTENTION
 from spiral_fast.learner.packed import DocumentAttention, Packed, pack
 from spiral_fast.learner.policy import Policy
-from spiral_fast.supported import UnsupportedModel, key_value_shape
+from spiral_fast.supported import UnsupportedModel, key_value_shape, windows
 
 # Nats a token, mean. In bf16 two right computations of SmolLM2-135M differ by 0.06, of builtin:parts by 0.04; larger
 # models have larger logits and so a little more. In float32 both differ by 6e-6.
@@ -44,10 +44,14 @@ def check_packed(model: PeftModel) -> None:
     if not gap < LARGEST_GAP.get(head.weight.dtype, LARGEST_GAP_16_BIT):
         raise UnsupportedModel(f"is a {name}: its packed forward is off by {gap:.2g} nats a token")
     n_layers = len(causal_lm.get_decoder().layers)
-    if [layer for layer, _ in seen.calls] != list(range(n_layers)):
+    if [layer for layer, *_ in seen.calls] != list(range(n_layers)):
         raise UnsupportedModel(f"is a {name}, not each of whose {n_layers} layers attends once")
     heads, size = key_value_shape(causal_lm.config)
-    for layer, shape in seen.calls:
+    for (layer, shape, window), expected in zip(seen.calls, windows(causal_lm.config), strict=True):
+        if window != expected:
+            raise UnsupportedModel(
+                f"is a {name}, whose layer {layer} has a sliding window of {window}; by its config it is {expected}"
+            )
         if shape != (heads, size, size):
             raise UnsupportedModel(
                 f"is a {name}, whose layer {layer} has {shape[0]} key/value heads of {shape[1]} and {shape[2]} "
@@ -68,13 +72,13 @@ def _own_logits(causal_lm: PreTrainedModel, packed: Packed) -> tuple[torch.Tenso
 
 
 class _Seen:
-    """Passes attention on and notes the layer and the shape of each call's keys and values."""
+    """Passes attention on and notes of each call the layer, the shape of its keys and values, its window."""
 
     def __init__(self, attention: DocumentAttention):
         self.attention = attention
         self.lengths = [length for length, count in attention.runs for _ in range(count)]
-        self.calls: list[tuple[int, tuple[int, int, int]]] = []  # layer, (Hkv, D of a key, D of a value)
+        self.calls: list[tuple[int, tuple[int, int, int], int | None]] = []  # layer, (Hkv, D of key, of value), window
 
-    def attend(self, layer, query, key, value, scale) -> torch.Tensor:
-        self.calls.append((layer, (key.shape[1], key.shape[3], value.shape[3])))
-        return self.attention.attend(layer, query, key, value, scale)
+    def attend(self, layer, query, key, value, scale, window=None) -> torch.Tensor:
+        self.calls.append((layer, (key.shape[1], key.shape[3], value.shape[3]), window))
+        return self.attention.attend(layer, query, key, value, scale, window)

@@ -1,10 +1,12 @@
-"""Adapters the learner cannot train exactly are refused by name, before a step is made."""
+"""What the learner cannot train exactly is refused by name, before a step is made."""
 
 from __future__ import annotations
 
 from peft import PeftConfig, PeftType
+from transformers import PretrainedConfig
 
-from spiral_fast.config import ConfigError
+from spiral_fast.config import Config, ConfigError
+from spiral_fast.supported import windowed_layer
 
 
 def refuse_adapter(path: str, adapter: PeftConfig, rank: int, alpha: float) -> None:
@@ -40,3 +42,17 @@ def refuse_head(field: str, module_names: list[str]) -> None:
     for name in module_names:
         if name.rpartition(".")[2] in ("lm_head", "embed_tokens", "embed_out"):
             raise ConfigError(f"{field}: an adapter on {name!r} is not supported: the head and embedding stay frozen")
+
+
+def refuse_windows(config: Config, model: PretrainedConfig) -> None:
+    """Raise ConfigError if the model has layers with sliding windows and the config asks for what has none."""
+    layer = windowed_layer(model)
+    if layer is None:
+        return
+    if config.learner.sharing != "none":
+        raise ConfigError(
+            f"learner.sharing: {config.learner.sharing!r} cannot be used: the model's {layer}, and prefix trees have "
+            "full causal attention only; set learner.sharing: none"
+        )
+    if config.rollout.batch_invariant:
+        raise ConfigError(f"rollout.batch_invariant: true cannot be used: the model's {layer}; set it to false")

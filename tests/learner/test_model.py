@@ -78,7 +78,10 @@ def test_an_adapter_goes_on_training(folder, tmp_path):
         ({"attention_dropout": 0.1}, "attention_dropout = 0.1 .* dropout must be 0"),
         ({"num_experts": 8}, "num_experts = 8 .* router"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type = 'dynamic'"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types\[1\] = 'sliding_attention'"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            r"layer_types\[1\] = 'sliding_attention' .* no sliding_window",
+        ),
         ({"layer_types": ["linear_attention", "full_attention"]}, r"layer_types\[0\] = 'linear_attention'"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0"),
         ({"logits_scaling": 8.0}, "logits_scaling = 8.0"),

@@ -9,8 +9,12 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
     AttentionInterface,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -30,6 +34,16 @@ FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),  # its q, k, v layers have biases
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),  # its queries and keys are normalised
+}
+WINDOW = 8
+WINDOWED = {  # its changes to the config: which layers see WINDOW tokens
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": WINDOW}),  # all
+    "qwen2": (*FAMILIES["qwen2"], {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW, "head_dim": 8},
+    ),
 }
 
 

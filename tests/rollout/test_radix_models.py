@@ -39,7 +39,7 @@ def small_qwen2(**changes):
     [
         (
             dict(use_sliding_window=True, sliding_window=8, max_window_layers=2),
-            r"layer_types\[2\] = 'sliding_attention'",
+            "layer 2 attends within a sliding window of 8 tokens; set rollout.engine: sglang",
         ),
         (
             dict(layer_types=["full_attention", "linear_attention", "full_attention", "full_attention"]),

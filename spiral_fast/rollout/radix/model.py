@@ -9,7 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from spiral_fast.attention import ATTENTION
-from spiral_fast.supported import UnsupportedModel, check_config, check_modules, key_value_shape
+from spiral_fast.config import ConfigError
+from spiral_fast.supported import UnsupportedModel, check_config, check_modules, key_value_shape, windowed_layer
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,10 @@ def serve(model: PreTrainedModel) -> Served:
         check_modules(model)
     except UnsupportedModel as error:
         raise ValueError(f"the radix engine cannot serve this model: it {error}") from None
+    if (layer := windowed_layer(model.config)) is not None:
+        raise ConfigError(
+            f"rollout.engine: the embedded engine cannot serve this model: its {layer}; set rollout.engine: sglang"
+        )
     if model.config._attn_implementation != ATTENTION:
         raise ValueError(
             f"{name}: attention implementation is {model.config._attn_implementation!r}; "
