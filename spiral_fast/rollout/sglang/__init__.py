@@ -1,0 +1,1 @@
+"""Rollouts by SGLang servers: one of our own, or any number by URL."""

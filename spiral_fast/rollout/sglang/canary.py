@@ -1,0 +1,90 @@
+"""Proof that a server computes the learner's policy: a few tokens it samples have the log-probs the learner gives them.
+
+The learner computes them with its own code from its own weights, so a wrong base model, tensors that did not arrive, a
+lost scale, another temperature or keys and values of an older version all show.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from spiral_fast.learner.nonzero_adapter import nonzero_adapter
+from spiral_fast.learner.policy_source import PolicySource
+from spiral_fast.rollout.sglang.client import Client, RequestRefused
+
+NEW_TOKENS = 24
+# Largest |difference| of a token's log-prob in float32; measured on CPU: 5e-6.
+LARGEST_GAP = 1e-3
+# Mean |difference| of the tokens' log-probs in 16 bits, where two right computations differ by some 0.06 nats.
+LARGEST_GAP_16_BIT = 0.2
+# An adapter is there if the log-probs are that much nearer to those with it than those without it are.
+NEARER = 3.0
+
+
+class CanaryFailed(RuntimeError):
+    """The server does not compute the learner's policy; the message has both figures and what to do."""
+
+
+def canary_prompt(vocabulary: int) -> list[int]:
+    """32 tokens from all over the vocabulary, the first and the last included; long enough for positions to matter."""
+    return torch.linspace(0, vocabulary - 1, 32).long().tolist()
+
+
+async def check_server(client: Client, source: PolicySource, temperature: float, *, name: str = "probe") -> None:
+    """At the start: the server has the learner's base model, and applies every tensor of an adapter and its scale.
+
+    The adapter tried is a non-zero one on the learner's layers, loaded under `name` and unloaded again: a fresh one's B
+    is zero and would prove nothing. Leaves an empty cache. Raises CanaryFailed.
+    """
+    identity = await client.identity()
+    if identity.vocabulary is not None and identity.vocabulary != source.vocabulary:
+        raise CanaryFailed(
+            f"SGLang server {client.url} serves {identity.model_path!r}, whose vocabulary has {identity.vocabulary} "
+            f"tokens; the learner's has {source.vocabulary}: give both the same model.path"
+        )
+    await _compare(client, None, source, temperature, "its base model is not the learner's: give both one model.path")
+    with nonzero_adapter(source.model, seed=0):
+        await client.load_adapter(name, source.adapter())
+        try:
+            why = "it does not apply the adapter it was sent as the learner does"
+            await _compare(client, name, source, temperature, why, nearer=NEARER)
+        finally:
+            await client.unload_adapter(name)
+    await client.flush()
+
+
+async def check(client: Client, adapter: str, source: PolicySource, temperature: float) -> float:
+    """The server computes the learner's present policy under the name `adapter`. Returns the largest |difference| of a
+    token's log-prob. Raises CanaryFailed."""
+    return await _compare(client, adapter, source, temperature, f"{adapter!r} is not the learner's present adapter")
+
+
+async def _compare(
+    client: Client, adapter: str | None, source: PolicySource, temperature: float, otherwise: str, *, nearer: float = 0
+) -> float:
+    prompt = canary_prompt(source.vocabulary)
+    try:
+        theirs = await client.generate(
+            prompt,
+            adapter=adapter,
+            max_new_tokens=NEW_TOKENS,
+            temperature=temperature,
+            stop_token_ids=source.eos_token_ids,
+        )
+    except RequestRefused as error:
+        raise CanaryFailed(f"{error}; {otherwise}") from None
+    base = source.base_log_probs(prompt, theirs.tokens, temperature)
+    ours = base if adapter is None else source.log_probs(prompt, theirs.tokens, temperature)
+    gap = np.abs(theirs.logp - ours)
+    if source.dtype in (torch.bfloat16, torch.float16):
+        right = gap.mean() < LARGEST_GAP_16_BIT and nearer * gap.mean() <= np.abs(base - ours).mean()
+    else:
+        right = gap.max() < LARGEST_GAP
+    if not right:  # NaN is not
+        worst = int(np.argmax(np.nan_to_num(gap, nan=np.inf)))
+        raise CanaryFailed(
+            f"SGLang server {client.url}: token {theirs.tokens[worst]} has log-prob {theirs.logp[worst]:.6g} there and "
+            f"{ours[worst]:.6g} at the learner (mean |difference| of {len(gap)} tokens {gap.mean():.3g}): {otherwise}"
+        )
+    return float(gap.max())
