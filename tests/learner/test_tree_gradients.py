@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spiral_fast.config import ModelConfig, load_config
@@ -30,9 +30,10 @@ def demo():
     return set_up(load_config("configs/demo.yaml", SMALL))
 
 
-def rollout_rows(demo, draws=(0, 1), seed: int = 0, **rollout) -> list[Row]:
+def rollout_rows(demo, draws=(0, 1), seed: int = 0, algorithm: str = "spiral", **rollout) -> list[Row]:
     """Rows of real rollouts of the demo model, with random credits."""
-    settings = load_config("configs/demo.yaml", [*SMALL, *(f"rollout.{key}={value}" for key, value in rollout.items())])
+    changes = [f"credit.algorithm={algorithm}", *(f"rollout.{key}={value}" for key, value in rollout.items())]
+    settings = load_config("configs/demo.yaml", [*SMALL, *changes])
     engine = make_engine(settings, demo.loaded)
     rollouts = roll_out(engine, demo.prompts, [(draw, demo.problems.train[draw]) for draw in draws], settings)
     rng = np.random.default_rng(seed)
@@ -72,7 +73,8 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
 ROLLOUTS = {
     "the demo's shape": {},
     "two aggregations of two sets": {"n_sets": 2, "n_aggregations": 2},
-    "one candidate a set": {"set_size": 1},
+    "two sets of one candidate": {"n_sets": 2, "set_size": 1},
+    "no aggregation": {"n_sets": 0, "set_size": 0, "n_aggregations": 0, "algorithm": "grpo"},
     "longest prefixes first": {"set_sampler": "balanced", "member_order": "shared_first"},
 }
 
@@ -109,6 +111,34 @@ def test_shapes_of_rollouts(demo, shape):
         assert difference(shared, flat) < 1e-10
         computed.append(gradients(model, rows, sharing=sharing)[1].tokens_computed)
     assert computed[0] > computed[1] >= computed[2]
+
+
+@settings(deadline=None, max_examples=12, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_real_rollouts_of_any_size(demo, data):
+    """Sizes, lengths, dead rows and a budget that cuts at least three times."""
+
+    def whole(low: int, high: int) -> int:
+        return data.draw(st.integers(low, high))
+
+    n_search = whole(2, 5)
+    shape = dict(n_search=n_search, set_size=whole(1, n_search - 1), n_sets=2, n_aggregations=whole(2, 3))
+    limits = dict(search_max_new_tokens=whole(1, 24), aggregation_max_new_tokens=whole(1, 24))
+    rows = rollout_rows(demo, draws=range(whole(1, 3)), seed=whole(0, 9), **shape, **limits)
+    share = data.draw(st.sampled_from([0.0, 0.5]))
+    dead = np.random.default_rng(whole(0, 9)).random(len(rows)) < share
+    rows = [dataclasses.replace(row, credit=0.0) if is_dead else row for row, is_dead in zip(rows, dead, strict=True)]
+    model = model_for(demo, data.draw(st.sampled_from(list(FAMILIES))), torch.float64)
+    flat, of_flat = gradients(model, rows, sharing="none")
+    if of_flat.skipped_reason:
+        assert of_flat.skipped_reason == "no live row"
+        return
+    for sharing in ("tree", "set"):
+        _, of_whole = gradients(model, rows, sharing=sharing)
+        cut, of_cut = gradients(model, rows, sharing=sharing, micro_batch_tokens=of_whole.tokens_computed // 6)
+        assert difference(cut, flat) < 1e-10
+        assert of_cut.micro_batches >= min(3 + of_whole.micro_batches, of_cut.live_rows)
+        assert of_whole.tokens_computed <= of_cut.tokens_computed <= of_flat.tokens_computed
 
 
 def spiral_rows(draw) -> list[Row]:

@@ -100,6 +100,17 @@ def test_least_recently_used_leaves_go_first():
     assert set(held(tree)) == {(1,), (1, 1), (1, 1, 1)}
 
 
+def test_only_the_part_of_a_run_that_was_found_becomes_young():
+    tree, slots = RadixTree(), Slots()
+    for prompt in ([1, 2, 3, 4], [5]):
+        insert(tree, slots, prompt)
+    tree.find([1, 2, 9])
+    tree.evict(1)
+    assert set(held(tree)) == {(1,), (1, 2), (5,)}
+    tree.evict(1)
+    assert set(held(tree)) == {(1,), (1, 2)}
+
+
 def test_a_node_still_ends_at_its_prefix_after_a_split():
     tree, slots = RadixTree(), Slots()
     node, _ = insert(tree, slots, [1, 2, 3, 4])

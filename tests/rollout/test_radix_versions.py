@@ -87,6 +87,11 @@ def test_an_update_under_a_running_request_is_noticed():
     redraw_lora(model, 5)
     with pytest.raises(RuntimeError, match="set_policy"):
         engine.step()
+    assert engine.step() == [] and engine._pool.held == 0  # nothing pending, nothing cached: set_policy may be called
+    engine.set_policy(1)
+    each = request([2, 3], max_new_tokens=20)
+    warm, cold = generate(engine, [each])[0], generate(make_engine(model, eos=()), [each])[0]
+    assert warm.policy_version == 1 and warm.tokens == cold.tokens and np.array_equal(warm.logp, cold.logp)
 
 
 def test_set_policy_waits_for_nobody(exact_model):

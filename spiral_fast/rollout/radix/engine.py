@@ -116,8 +116,8 @@ class RadixEngine:
         """
         if not self._n_waiting and not len(self._rows):
             return []
-        self._check_weights()
         try:
+            self._check_weights()
             finished: list[tuple[int, Completion]] = []
             while not finished:
                 finished = self._admit()

@@ -87,8 +87,8 @@ class RadixTree:
         return np.concatenate(freed) if freed else np.empty(0, np.int64)
 
     def _split(self, node: Node, at: int) -> Node:
+        """A new node for the first `at` tokens of `node`, which keeps the rest and its age."""
         head = Node(node.tokens[:at], node.slots[:at], node.parent)
-        head.last_used = node.last_used
         head.children[int(node.tokens[at])] = node
         node.parent.children[int(node.tokens[0])] = head
         node.tokens, node.slots, node.parent = node.tokens[at:], node.slots[at:], head
