@@ -12,7 +12,7 @@ from spiral_fast.config import Config
 from spiral_fast.interrupts import result_of
 from spiral_fast.prompts import Prompts
 from spiral_fast.rewards.grader import CORRECT, Grader, Verdict, check_finite
-from spiral_fast.rollout.engine import Completion, Engine, Request, request_seed
+from spiral_fast.rollout.engine import Completion, Engine, Losses, Request, RequestsLost, request_seed
 from spiral_fast.trace import Problem, TraceKey
 
 SEED_STEP = -1  # in place of a training draw (>= 0): evaluations share their random streams, training has none of them
@@ -65,19 +65,36 @@ def run_stage(
     Each trace is also graded as cut at each of `limits` tokens. The engine draws each token from the trace's seed and
     its position alone, so that this prefix is what sampling with that max_new_tokens gives.
 
-    Raises PromptTooLong from the engine, and NonFiniteReward.
+    A problem of which the engine lost requests is sampled again as a whole; `on_trace` is called once a sample.
+
+    Raises PromptTooLong and EngineFailed from the engine, and NonFiniteReward.
     """
-    tickets = {}
-    for i, item in enumerate(asked):
+    tickets: dict[int, int] = {}
+
+    def add(i: int) -> None:
+        item = asked[i]
         seed = request_seed(config.seed, item.occasion, item.key)
         request = Request(item.key, tuple(item.prompt), item.max_new_tokens, config.rollout.temperature, seed)
         tickets[engine.add(request)] = i
+
+    for i in range(len(asked)):
+        add(i)
     done: list = [None] * len(asked)
+    losses = Losses()
     while tickets:
-        for ticket, completion in engine.step():
+        try:
+            finished = engine.step()
+        except RequestsLost as error:
+            lost = {asked[tickets.pop(ticket)].problem.id for ticket in error.tickets}
+            losses.add(lost, error)
+            for i in (i for i, item in enumerate(asked) if item.problem.id in lost):
+                add(i)
+            finished = []
+        for ticket, completion in finished:
             i = tickets.pop(ticket)
+            if done[i] is None:
+                on_trace()
             done[i] = completion, *_submit(asked[i].problem, completion, prompts, grader, limits)
-            on_trace()
     return [_sample(item, *graded) for item, graded in zip(asked, done, strict=True)]
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Protocol
 
 import numpy as np
@@ -42,12 +43,7 @@ class TokenCounts:
     generated: int = 0
 
     def __sub__(self, other: TokenCounts) -> TokenCounts:
-        return TokenCounts(
-            self.prompt - other.prompt,
-            self.cached - other.cached,
-            self.computed - other.computed,
-            self.generated - other.generated,
-        )
+        return type(self)(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 class Engine(Protocol):
@@ -64,7 +60,8 @@ class Engine(Protocol):
         """Work until at least one request finishes (or nothing is queued: then []). (ticket, completion) pairs.
 
         Raises NonFiniteLogits naming problems and policy version when the model has diverged; nothing is queued or
-        running then.
+        running then. Raises RequestsLost for requests that will never finish, while others go on; EngineFailed when
+        none can.
         """
 
     def set_policy(self, version: int) -> None:
@@ -81,13 +78,51 @@ class Engine(Protocol):
 
 
 class PromptTooLong(ValueError):
-    def __init__(self, request: Request, max_context: int):
+    def __init__(self, request: Request, max_context: int, server: str = ""):
+        """server: the words of a server that refused the request itself."""
         key = request.key
         where = f"problem {key.problem!r}" + (f", set {key.set}" if key.set >= 0 else "")
         super().__init__(
-            f"{where}: a prompt of {len(request.prompt)} tokens + max_new_tokens {request.max_new_tokens} exceeds the "
-            f"context of {max_context} tokens; raise the context, or lower rollout.search_max_new_tokens"
+            f"{where}: a prompt of {len(request.prompt)} tokens + max_new_tokens {request.max_new_tokens} exceeds "
+            + (f"what the server can take ({server})" if server else f"the context of {max_context} tokens")
+            + "; raise the context, or lower rollout.search_max_new_tokens"
         )
+
+
+class EngineFailed(RuntimeError):
+    """The engine cannot go on. A run stops; what it has saved is whole, so that it can be resumed."""
+
+
+class RequestsLost(RuntimeError):
+    """A server died or fell silent: these requests will never finish; the engine goes on without it.
+
+    They are all the pending requests of the problems concerned. Such a problem is drawn again as a whole: to keep the
+    traces that had finished and draw only the others anew would favour short ones.
+    """
+
+    def __init__(self, tickets: Iterable[int], server: str, why: str):
+        self.tickets, self.server, self.why = list(tickets), server, why
+        super().__init__(f"the server {server} was lost with {len(self.tickets)} requests: {why}")
+
+
+MOST_LOSSES = 3  # of one problem
+
+
+class Losses:
+    """How often each problem had to be drawn again."""
+
+    def __init__(self) -> None:
+        self._times: Counter = Counter()
+
+    def add(self, problems: Iterable[str], error: RequestsLost) -> None:
+        """Once more. Raises EngineFailed when that is too often for one of them."""
+        for problem in dict.fromkeys(problems):
+            self._times[problem] += 1
+            if self._times[problem] > MOST_LOSSES:
+                raise EngineFailed(
+                    f"problem {problem!r}: its requests were lost {self._times[problem]} times, last by the server "
+                    f"{error.server}: {error.why}"
+                ) from error
 
 
 class NonFiniteLogits(FloatingPointError):
@@ -103,12 +138,21 @@ class NonFiniteLogits(FloatingPointError):
 
 
 def generate(engine: Engine, requests: Iterable[Request]) -> list[Completion]:
-    """Run all requests; completions in the order of the requests."""
-    tickets = [engine.add(request) for request in requests]
-    done: dict[int, Completion] = {}
-    while len(done) < len(tickets):
-        done.update(engine.step())
-    return [done[ticket] for ticket in tickets]
+    """Run all requests; completions in the order of the requests. Lost problems are drawn again."""
+    requests = list(requests)
+    waiting = {engine.add(request): i for i, request in enumerate(requests)}  # by ticket
+    done: list[Completion | None] = [None] * len(requests)
+    losses = Losses()
+    while waiting:
+        try:
+            for ticket, completion in engine.step():
+                done[waiting.pop(ticket)] = completion
+        except RequestsLost as error:
+            lost = {requests[waiting.pop(ticket)].key.problem for ticket in error.tickets}
+            losses.add(lost, error)
+            again = [i for i, request in enumerate(requests) if request.key.problem in lost]
+            waiting |= {engine.add(requests[i]): i for i in again}
+    return done
 
 
 def request_seed(run_seed: int, occasion: int, key: TraceKey) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 
 from spiral_fast.config import Config
 from spiral_fast.credit.sets import sample_sets
-from spiral_fast.rollout.engine import Completion, Engine, Request, request_seed
+from spiral_fast.rollout.engine import Completion, Engine, Losses, Request, RequestsLost, request_seed
 from spiral_fast.trace import AGGREGATION, SEARCH, Problem, ProblemRollout, Trace, TraceKey
 
 
@@ -28,28 +28,54 @@ def roll_out(
     Seeds derive from (run seed, draw number, trace key) alone. `progress` is called with (traces done, traces in all),
     `on_trace` with each trace as soon as it is complete. With n_aggregations 0 the sets are drawn and nothing is
     aggregated.
+
+    A problem of which the engine lost requests is drawn again as a whole, under the same draw number: `on_trace` is
+    called anew for its traces, and those it was called for before belong to no rollout. Raises EngineFailed when that
+    happens to one problem too often.
     """
     settings = config.rollout
     n_traces = settings.n_search + settings.n_sets * settings.n_aggregations
-    rollouts = [
-        ProblemRollout(problem, draw, [None] * settings.n_search, np.zeros((0, 0), np.int64), [])
-        for draw, problem in drawn
-    ]
+    rollouts = [ProblemRollout(problem, draw, [], np.zeros((0, 0), np.int64), []) for draw, problem in drawn]
     waiting: dict[int, tuple[ProblemRollout, Request]] = {}  # by ticket
+    losses = Losses()
 
     def add(rollout: ProblemRollout, key: TraceKey, prompt: list[int], max_new_tokens: int) -> None:
         seed = request_seed(config.seed, rollout.draw, key)
         request = Request(key, tuple(prompt), max_new_tokens, settings.temperature, seed)
         waiting[engine.add(request)] = rollout, request
 
-    for rollout in rollouts:
+    def search(rollout: ProblemRollout) -> None:
+        rollout.search = [None] * settings.n_search
+        rollout.sets, rollout.aggregation = np.zeros((0, 0), np.int64), []
         prompt = prompts.search(rollout.problem)
         for i in range(settings.n_search):
             add(rollout, TraceKey(rollout.problem.id, SEARCH, -1, i), prompt, settings.search_max_new_tokens)
 
+    def aggregate(rollout: ProblemRollout) -> None:
+        rollout.sets = draw_sets(rollout, config)
+        rollout.aggregation = [[None] * settings.n_aggregations for _ in rollout.sets]
+        for k, members in enumerate(rollout.sets):
+            if not settings.n_aggregations:
+                return
+            prompt = prompts.aggregation(rollout.problem, [rollout.search[i].tokens for i in members])
+            for j in range(settings.n_aggregations):
+                key = TraceKey(rollout.problem.id, AGGREGATION, k, j)
+                add(rollout, key, prompt, settings.aggregation_max_new_tokens)
+
+    for rollout in rollouts:
+        search(rollout)
     done = 0
     while waiting:
-        for ticket, completion in engine.step():
+        try:
+            finished = engine.step()
+        except RequestsLost as error:
+            lost = {rollout.draw: rollout for rollout, _ in map(waiting.pop, error.tickets)}
+            losses.add((rollout.problem.id for rollout in lost.values()), error)
+            for rollout in lost.values():
+                done -= sum(trace is not None for trace in rollout.traces())
+                search(rollout)
+            finished = []
+        for ticket, completion in finished:
             rollout, request = waiting.pop(ticket)
             trace = _trace(request, completion, prompts)
             done += 1
@@ -60,15 +86,7 @@ def roll_out(
                 continue
             rollout.search[trace.key.index] = trace
             if settings.n_sets and all(rollout.search):
-                rollout.sets = draw_sets(rollout, config)
-                rollout.aggregation = [[None] * settings.n_aggregations for _ in rollout.sets]
-                if not settings.n_aggregations:
-                    continue
-                for k, members in enumerate(rollout.sets):
-                    prompt = prompts.aggregation(rollout.problem, [rollout.search[i].tokens for i in members])
-                    for j in range(settings.n_aggregations):
-                        key = TraceKey(rollout.problem.id, AGGREGATION, k, j)
-                        add(rollout, key, prompt, settings.aggregation_max_new_tokens)
+                aggregate(rollout)
         if progress:
             progress(done, len(rollouts) * n_traces)
     return rollouts
