@@ -46,11 +46,9 @@ async def check_server(client: Client, source: PolicySource, temperature: float,
     await _compare(client, None, source, temperature, "its base model is not the learner's: give both one model.path")
     with nonzero_adapter(source.model, seed=0):
         await client.load_adapter(name, source.adapter())
-        try:
-            why = "it does not apply the adapter it was sent as the learner does"
-            await _compare(client, name, source, temperature, why, nearer=NEARER)
-        finally:
-            await client.unload_adapter(name)
+        why = "it does not apply the adapter it was sent as the learner does"
+        await _compare(client, name, source, temperature, why, nearer=NEARER)
+        await client.unload_adapter(name)
     await client.flush()
 
 

@@ -18,6 +18,7 @@ from spiral_fast.learner.policy_source import Adapter
 from spiral_fast.rollout.sglang import adapter as wire
 from spiral_fast.rollout.sglang.names import KEY_VARIABLE
 
+LONGER_THAN_A_PROMPT = 4  # tokens by which prompt and completion may exceed SGLang's max_req_input_len
 KEEP_ALIVE_S = 2.0  # below the 5 s after which SGLang closes an idle connection, perhaps as a request is on its way
 
 
@@ -125,6 +126,9 @@ class Client:
             raise RequestRefused(self.url, what, f"{len(tokens)} tokens, {len(logp)} log-probs, end by {reason!r}")
         if reason == "stop" and tokens[-1] not in stop_token_ids:
             why = f"it stopped at token {tokens[-1]}, which ends no trace by the learner's tokenizer: another model"
+            raise RequestRefused(self.url, what, why)
+        if reason == "length" and len(tokens) < max_new_tokens:
+            why = f"it cut the trace at {len(tokens)} of {max_new_tokens} tokens: its context or cache is too small"
             raise RequestRefused(self.url, what, why)
         return Generated(
             tokens, np.array(logp, dtype=np.float32), reason, meta["prompt_tokens"], meta["cached_tokens"] or 0
@@ -283,7 +287,7 @@ def _identity(info: dict[str, Any], model: dict[str, Any], vocabulary: int | Non
         model_type=model.get("model_type"),
         dtype=str(info["dtype"]).removeprefix("torch."),
         vocabulary=vocabulary,
-        max_context=info["context_length"] or info["max_req_input_len"],
+        max_context=info["max_req_input_len"] + LONGER_THAN_A_PROMPT,
         cache_tokens=info.get("max_total_num_tokens"),
         tensor_parallel=info["tp_size"],
         lora=bool(info.get("enable_lora")),
