@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN ?= runs/demo_$(shell date +%Y%m%d_%H%M%S)
 
-.PHONY: demo test gpu-check setup study evaluation clean
+.PHONY: demo test test-sglang test-sglang-smoke gpu-check setup study evaluation clean
 
 setup: $(VENV)/installed
 
@@ -30,6 +30,25 @@ demo: setup
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
+# SGLang 0.5.23 on the CPU, in an environment of its own (about 2 minutes to build); Python 3.11, for which its oldest
+# part is published. docs/sglang.md says what it takes.
+SGLANG := .venv-sglang
+$(SGLANG)/installed: tests/support/sglang-requirements.txt pyproject.toml CMakeLists.txt $(wildcard csrc/*) $(shell find spiral_fast kernels -name __init__.py)
+	test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/pip install --quiet "$(TORCH)"
+	$(SGLANG)/bin/pip install --quiet -r tests/support/sglang-requirements.txt
+	$(SGLANG)/bin/pip install --quiet --no-deps sglang==0.5.23 xgrammar==0.2.7 torchvision==0.15.2
+	$(SGLANG)/bin/pip install --quiet -e ".[train]"
+	touch $@
+
+# Engine, servers and adapters on real SGLang processes.
+test-sglang: $(SGLANG)/installed
+	OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest tests/sglang
+
+# Of these a session of the engine and its sudden death, within 8 minutes.
+test-sglang-smoke: $(SGLANG)/installed
+	OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest tests/sglang -m sglang_smoke
+
 # Tests and benches of the kernels on a GPU, in one JSON within 8 minutes. Installs nothing: GPU_PYTHON has torch for CUDA.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu-check:
@@ -44,4 +63,4 @@ evaluation: setup
 	$(BIN)/python -m bench.evaluation
 
 clean:
-	rm -rf $(VENV) build
+	rm -rf $(VENV) $(SGLANG) build
