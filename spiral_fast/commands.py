@@ -35,6 +35,8 @@ Train SPIRAL (arXiv 2606.23595): reinforcement learning of search and aggregatio
     spiral-fast report runs/demo                     write its report again
 
     spiral-fast prepare configs/prepare_polaris.yaml --out data/polaris
+
+    spiral-fast serve configs/paper_qwen3_4b.yaml    an SGLang server to train on
 """
 
 app = typer.Typer(
@@ -59,13 +61,13 @@ def short_errors(command: Callable) -> Callable:
     @functools.wraps(command)
     def run(*args, **kwargs):
         from spiral_fast.rewards.grader import GraderFailed, TooManyUngradable
-        from spiral_fast.rollout.engine import PromptTooLong
+        from spiral_fast.rollout.engine import EngineFailed, PromptTooLong
 
         try:
             return command(*args, **kwargs)
         except ConfigError as error:
             _fail(error, 2)
-        except (GraderFailed, TooManyUngradable, PromptTooLong, FloatingPointError) as error:
+        except (EngineFailed, GraderFailed, TooManyUngradable, PromptTooLong, FloatingPointError) as error:
             _fail(error, 1)
         except ModuleNotFoundError as error:
             from spiral_fast.doctor import package_of
@@ -135,8 +137,9 @@ def train(
     """
     overrides = overrides or []
     from spiral_fast.interrupts import sigterm_raises
-    from spiral_fast.record.files import refuse_other_run, refuse_unwritable
+    from spiral_fast.record.files import holds_run, refuse_other_run, refuse_unwritable
     from spiral_fast.record.writers.writers import refuse_missing_writers
+    from spiral_fast.rollout.engine import EngineFailed
 
     if resume is not None:
         if replay is not None:
@@ -171,6 +174,10 @@ def train(
                 folder = run(settings, resume=resume is not None)
     except KeyboardInterrupt as interrupt:
         _stopped(settings, dry_run, interrupt)
+    except EngineFailed as error:
+        if not holds_run(Path(settings.run_dir)):
+            raise
+        _fail(f"{error}\n{_how_to_go_on(Path(settings.run_dir))}", 1)
     typer.echo(f"report {folder / 'report.html'}")
 
 
@@ -182,7 +189,11 @@ def _stopped(settings: Config, dry_run: bool, interrupt: KeyboardInterrupt) -> N
     word, code = ("terminated", 143) if isinstance(interrupt, Terminated) else ("interrupted", 130)
     if dry_run or not holds_run(folder):
         _fail(f"{word} before the run began; nothing was written", code)
-    _fail(f"{word}; the run so far lies in {folder}; to go on: spiral-fast train --resume {folder}", code)
+    _fail(f"{word}; {_how_to_go_on(folder)}", code)
+
+
+def _how_to_go_on(folder: Path) -> str:
+    return f"the run so far lies in {folder}; to go on: spiral-fast train --resume {folder}"
 
 
 @app.command("eval")
@@ -326,6 +337,45 @@ def prepare(
         run(settings, out)
     except KeyboardInterrupt:
         _fail("interrupted; nothing was written", 130)
+
+
+@app.command()
+@short_errors
+def serve(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    host: Annotated[
+        str, typer.Option(help="address to listen to; any but this machine's own needs a key")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="port to listen to")] = 30000,
+    log: Annotated[Path | None, typer.Option(help="file its log is added to; none = a new one")] = None,
+) -> None:
+    """Start one SGLang server for the model of a config, with the flags that training on it needs, until Ctrl-C.
+
+    On the machine with the GPUs; one per server, each with its own GPUs and port:
+
+    CUDA_VISIBLE_DEVICES=0 spiral-fast serve run.yaml --port 30000
+
+    It prints how to train on it:
+
+    spiral-fast train run.yaml 'rollout.servers=["http://127.0.0.1:30000"]'
+
+    For other machines it needs a key, the same where it is served and where it is trained:
+
+    SPIRAL_FAST_SERVER_KEY=... spiral-fast serve run.yaml --host 0.0.0.0
+    """
+    settings = load_config(config, overrides or [])
+    from spiral_fast.interrupts import sigterm_raises
+    from spiral_fast.serve_command import serve as run
+
+    try:
+        with sigterm_raises():
+            run(settings, host, port, log, typer.echo)
+    except KeyboardInterrupt as interrupt:
+        from spiral_fast.interrupts import Terminated
+
+        word, code = ("terminated", 143) if isinstance(interrupt, Terminated) else ("interrupted", 130)
+        _fail(f"{word}; the server is stopped", code)
 
 
 @app.command()

