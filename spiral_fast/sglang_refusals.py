@@ -14,6 +14,7 @@ OWN_FLAGS = {
     "model": "model.path",
     "tokenizer_path": "model.path",
     "dtype": "model.dtype",
+    "random_seed": "seed",
     "device": "device",
     "tensor_parallel_size": "rollout.sglang.tensor_parallel",
     "tp_size": "rollout.sglang.tensor_parallel",

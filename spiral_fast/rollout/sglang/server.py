@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from spiral_fast.config import Config
+from spiral_fast.config import Config, ConfigError
 from spiral_fast.interrupts import result_of
 from spiral_fast.rollout.engine import EngineFailed
 from spiral_fast.rollout.sglang.adapter import fused_names
@@ -37,7 +37,7 @@ class ServerFailed(EngineFailed):
 
 
 def server_flags(config: Config, base: BaseModel, host: str, port: int) -> list[str]:
-    """The command line of SGLang for `config`, its key left out."""
+    """The command line of SGLang for `config`, its key left out. Raises ConfigError."""
     rollout, lora = config.rollout, config.model.lora
     flags: dict[str, str | int | float | bool] = {
         "model-path": str(base.folder),
@@ -63,6 +63,9 @@ def server_flags(config: Config, base: BaseModel, host: str, port: int) -> list[
         if rollout.sglang.deterministic:
             flags["enable-deterministic-inference"] = True
     else:
+        for key in ("memory_fraction", "deterministic"):
+            if value := getattr(rollout.sglang, key):
+                raise ConfigError(f"rollout.sglang.{key}: {value!r} cannot be used: there is no GPU; remove it")
         flags |= {
             "device": "cpu",
             "attention-backend": "torch_native",
