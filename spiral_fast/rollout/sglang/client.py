@@ -112,6 +112,10 @@ class Client:
             "min_p": 0.0,
             "stop_token_ids": sorted(stop_token_ids),
         }
+        known = self._identity.vocabulary if self._identity else None
+        if known is not None and max(prompt) >= known:  # SGLang itself would die of it
+            why = f"token {max(prompt)} is beyond its vocabulary of {known}"
+            raise RequestRefused(self.url, f"{len(prompt)} tokens of prompt", why)
         if seed is not None:
             sampling["sampling_seed"] = seed
         body = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": max_new_tokens > 0}
@@ -173,6 +177,10 @@ class Client:
         await self._post("/unload_lora_adapter", {"lora_name": name}, f"to unload {name!r}")
         if self._adapter_folder is not None:
             shutil.rmtree(self._adapter_folder / name, ignore_errors=True)
+
+    async def abort(self) -> None:
+        """End every request that the server has, whoever sent it."""
+        await self._post("/abort_request", {"abort_all": True}, "to abort its requests")
 
     async def flush(self) -> None:
         """Empty the cache. Raises RequestRefused while requests are pending."""
