@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ class Job:
 
 
 def run_engine(engine: str, python: str, job: Job) -> list[dict] | str:
-    """What peer.py printed; or, where the engine stopped, its last words."""
+    """What peer.py printed; or, where the engine stopped, the first error it named."""
     module, settings = ENGINES[engine]
     paths = [REPOSITORY, REPOSITORY / "kernels", REPOSITORY / "tests" / "support"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("VIRTUAL_ENV", "PYTHON"))}
@@ -50,5 +51,5 @@ def run_engine(engine: str, python: str, job: Job) -> list[dict] | str:
     )
     if done.returncode == 0:
         return json.loads(done.stdout.splitlines()[-1])
-    errors = [line for line in done.stderr.splitlines() if "Error" in line]
-    return (errors or done.stderr.splitlines() or ["no output"])[-1][-300:]
+    named = re.search(r"\w+Error: .+", done.stderr)
+    return named[0][:300] if named else done.stderr[-300:]
