@@ -40,10 +40,9 @@ def train(config: Config, *, resume: bool = False) -> Path:
     parts = set_up(config)
     prompts, problems = parts.prompts, parts.problems
     learner = Learner(config, parts.loaded)
-    engine = make_engine(config, parts.loaded)
+    engine = make_engine(config, parts.loaded, run := Path(config.run_dir), lambda text: record.console.line(text))
     credit = credit_of(config)
     order = Draws(len(problems.train), config.seed, config.problems.shuffle)
-    run = Path(config.run_dir)
     with sigterm_raises(), make_grader(config) as grader, Recorder(run, config, resume=resume) as record:
         record.console.line(counts_in_a_line(problems.counts))
         known = digest([*problems.train, *problems.eval])
@@ -69,11 +68,10 @@ def train(config: Config, *, resume: bool = False) -> Path:
             return rollouts
 
         def measure(label: str) -> None:
-            engine.set_policy(learner.policy_version)  # an empty cache before and after: a resumed run has no other
+            engine.set_policy(learner.policy_version)  # an empty cache: a resumed run has no other
             timer, progress = Stopwatch(), record.progress(f"evaluate {label}")
             with learner.rollout_weights():
                 result = evaluate(config, engine, prompts, grader, problems.eval, step=at.step, progress=progress)
-            engine.set_policy(learner.policy_version)
             record.evaluation(label, result | timer.metrics())
             checkpoints.mark_best(record.best())
 
@@ -91,9 +89,10 @@ def train(config: Config, *, resume: bool = False) -> Path:
                 checkpoints.mark_best(record.best())
             if not at and config.warm_start.steps:
                 warm_start(config, learner, prompts, problems, record.progress("warm start"))
+            if resume and not engine.bitwise_resume:
+                record.console.line(f"  engine {engine.name}: the run goes on from there, but not bit for bit")
             at = at or Position()
             next_draw = at.next_draw
-            engine.set_policy(learner.policy_version)
             while True:
                 label = evaluation_due(at.step, config)
                 if label and not record.has_evaluation(label):
@@ -103,6 +102,8 @@ def train(config: Config, *, resume: bool = False) -> Path:
                     break
                 watch, counts = Stopwatch(), replace(engine.counts)
                 batch, failed = LiveBatch(), []  # problems whose numbers are not finite
+                with watch("swap"):
+                    engine.set_policy(learner.policy_version)  # no key or value of an older policy is read again
                 try:
                     fill_live_batch(
                         batch,
@@ -123,7 +124,6 @@ def train(config: Config, *, resume: bool = False) -> Path:
                 with interrupts_held():  # an update and its record belong together
                     here, at = at, None
                     learner.update(stats)
-                    engine.set_policy(learner.policy_version)  # no key or value of the old policy is read again
                     metrics = rollout_metrics(batch, engine.counts - counts) | learner_metrics(stats)
                     metrics |= {"skipped_problems": failed, "problems/epoch": next_draw / len(problems.train)}
                     record.traces(here.step + 1, batch.drawn())

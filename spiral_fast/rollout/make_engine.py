@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
 from spiral_fast.batch_invariant import check_possible
 from spiral_fast.config import Config, ConfigError
+from spiral_fast.install import install_command
+from spiral_fast.rollout.chosen import chosen_engine, sglang_installed
 from spiral_fast.rollout.engine import Engine
 from spiral_fast.rollout.radix.engine import RadixEngine
 
 
-def make_engine(config: Config, loaded) -> Engine:
-    """The engine of `rollout.engine` over the learner's own model (`loaded`: a LoadedModel)."""
+def make_engine(
+    config: Config,
+    loaded,
+    folder: Path | None = None,
+    say: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
+) -> Engine:
+    """The engine of `rollout.engine` for the learner's own model (`loaded`: a LoadedModel). Servers write their logs
+    into `folder`, by default a temporary one; `say` is told when one is lost or back. Raises ConfigError."""
+    if chosen_engine(config.rollout, cuda=loaded.causal_lm.device.type == "cuda") == "sglang":
+        return _sglang(config, loaded, folder, say)
     rollout = config.rollout
     if rollout.batch_invariant:
         try:
@@ -25,4 +40,45 @@ def make_engine(config: Config, loaded) -> Engine:
         cache_tokens=rollout.cache_tokens,
         watch_weights=not config.learner.fsdp,
         batch_invariant=rollout.batch_invariant,
+    )
+
+
+def _sglang(config: Config, loaded, folder: Path | None, say: Callable[[str], None]) -> Engine:
+    from spiral_fast.learner.policy_source import PolicySource
+    from spiral_fast.rollout.sglang.connection import ByUrl, OwnServer
+    from spiral_fast.rollout.sglang.engine import SglangEngine
+    from spiral_fast.rollout.sglang.names import KEY_VARIABLE
+
+    rollout = config.rollout
+    if rollout.batch_invariant:
+        raise ConfigError("rollout.batch_invariant: true needs the embedded engine; set rollout.engine: radix")
+    if rollout.servers:
+        key = os.environ.get(KEY_VARIABLE)
+
+        def connect(folder: Path):
+            return [ByUrl(url, key, rollout.sglang.timeout_s, folder / "adapters") for url in rollout.servers]
+    else:
+        if not sglang_installed():
+            raise ConfigError(
+                "rollout.engine: 'sglang' cannot be used: SGLang is not installed; run: "
+                f"{install_command('sglang')}, or name rollout.servers, or set rollout.engine: radix"
+            )
+        from spiral_fast.rollout.sglang.base_model import base_model
+
+        base = base_model(config.model)
+
+        def connect(folder: Path):
+            return [OwnServer(config, base, folder / "sglang_server.log", folder / "adapters")]
+
+    return SglangEngine(
+        connect,
+        PolicySource(loaded),
+        temperature=rollout.temperature,
+        max_running=rollout.max_running,
+        timeout_s=rollout.sglang.timeout_s,
+        start_timeout_s=rollout.sglang.start_timeout_s,
+        deterministic=rollout.sglang.deterministic,
+        shares_gpu=not rollout.servers and loaded.causal_lm.device.type == "cuda",
+        folder=folder,
+        say=say,
     )

@@ -11,8 +11,8 @@ from spiral_fast.learner.learner import StepStats
 from spiral_fast.record.charts import CHARTS
 from spiral_fast.record.step_metrics import learner_metrics, memory_metrics, rollout_metrics
 from spiral_fast.record.stopwatch import Stopwatch
-from spiral_fast.rollout.engine import TokenCounts
 from spiral_fast.rollout.live_batch import LiveBatch
+from spiral_fast.rollout.sglang.counts import SglangCounts
 from tests.record.run_of_three_steps import rollout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +30,7 @@ def written() -> set[str]:
             pass
     stats = StepStats(policy_version=1, gradient_cosine=0.5, entropy={0: 0.1, 1: 0.2})
     batch = LiveBatch(live=[rollout()], rounds=1)
-    metrics = rollout_metrics(batch, TokenCounts()) | learner_metrics(stats) | watch.metrics() | memory_metrics()
+    metrics = rollout_metrics(batch, SglangCounts()) | learner_metrics(stats) | watch.metrics() | memory_metrics()
     return {"step", *metrics, *re.findall(r'"([\w/]+)":', loop)}
 
 

@@ -1,0 +1,255 @@
+"""Which request goes to which server, and when. All of it runs in one asyncio loop.
+
+A server has at most `max_running` requests at a time, so that its own queue stays short: what is first here comes first
+there. Problems in order of arrival: the aggregations of an early one come before the searches of later ones. A problem
+is placed when its first request can start, and stays on that server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import re
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from spiral_fast.rollout.engine import Request
+from spiral_fast.rollout.sglang.client import Client, Generated, RequestRefused, ServerLost
+from spiral_fast.rollout.sglang.leaders import Leaders, Prefixes, encode
+from spiral_fast.rollout.sglang.placement import Placement
+
+TOO_LONG = re.compile(r"longer than the model's context|exceeds the (maximum allowed length|model's maximum context)")
+
+
+@dataclass(order=True)
+class Group:
+    """Requests for the same prompt."""
+
+    rank: tuple[int, int]  # of the problem, of the prompt
+    problem: str = field(compare=False)
+    prompt: bytes = field(compare=False)  # encoded
+    requests: list[tuple[int, Request]] = field(compare=False)  # with their tickets
+
+
+@dataclass(frozen=True)
+class Led:
+    """A leader has been prefilled."""
+
+    generated: Generated  # no token
+    cacheable: int  # of its prompt, tokens that the server need not compute
+
+
+@dataclass(frozen=True)
+class Sampled:
+    ticket: int
+    generated: Generated
+    cacheable: int
+    server: int
+
+
+@dataclass(frozen=True)
+class TooLong:
+    ticket: int
+    why: str  # the server's words
+
+
+@dataclass(frozen=True)
+class Lost:
+    """These requests will never finish: all there were of the problems on a server."""
+
+    tickets: list[int]
+    server: str
+    why: str
+
+
+class Server:
+    """What the dispatcher knows of one."""
+
+    def __init__(self, number: int, url: str):
+        self.number, self.url = number, url
+        self.client: Client | None = None
+        self.up = False  # it has the present adapter and takes requests
+        self.adapter: str | None = None  # name under which every request is sent
+        self.waiting: list[Group] = []  # heap: of the problems that are on this server
+        self.running = 0  # requests, those of groups whose leader is in flight included
+        self.tasks: set[asyncio.Task] = set()
+        self.emptied()
+
+    def emptied(self) -> None:
+        """Its cache is empty now."""
+        self.leaders = Leaders()
+        self.prefilled: dict[bytes, asyncio.Event] = {}  # set when the prompt is
+
+    def drop(self) -> None:
+        """What waits and runs; connections that close end it on the server too, within seconds."""
+        for task in self.tasks - {asyncio.current_task()}:
+            task.cancel()
+        self.waiting, self.running = [], 0
+        self.emptied()
+
+
+class Dispatcher:
+    """`emit` gets Led, Sampled, TooLong, Lost, and every exception that says none of these; `on_lost` each server that
+    was lost, after its requests were given up."""
+
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        emit: Callable[[Any], None],
+        on_lost: Callable[[Server, str], None],
+        *,
+        max_running: int,
+        stop_token_ids: frozenset[int],
+        seeded: bool,
+    ):
+        self.servers = servers
+        self._emit, self._on_lost = emit, on_lost
+        self._max_running, self._stop_token_ids, self._seeded = max_running, stop_token_ids, seeded
+        self._reset()
+
+    def _reset(self) -> None:
+        self._placement = Placement(len(self.servers))
+        self._ranks: dict[str, int] = {}  # of problems, by their first request since all was idle
+        self._prompts = 0  # groups since then
+        self._unplaced: list[Group] = []  # heap
+        self._waiting = Prefixes()  # of the groups in all heaps
+        self._pending: dict[int, str] = {}  # ticket -> problem
+
+    def add(self, requests: Iterable[tuple[int, Request]]) -> None:
+        """Requests with one prompt that come together are siblings."""
+        if not self._pending:
+            self._reset()
+        groups: dict[tuple[str, tuple[int, ...]], Group] = {}
+        for ticket, request in requests:
+            problem, prompt = request.key.problem, request.prompt
+            if (problem, prompt) not in groups:
+                self._prompts += 1
+                rank = self._ranks.setdefault(problem, len(self._ranks)), self._prompts
+                groups[problem, prompt] = Group(rank, problem, encode(prompt), [])
+            groups[problem, prompt].requests.append((ticket, request))
+            self._pending[ticket] = problem
+        for group in groups.values():
+            heapq.heappush(self._unplaced, group)
+            self._waiting.add(group.prompt)
+        self.admit()
+
+    def admit(self) -> None:
+        """Start what can start."""
+        while group := self._next():
+            self._waiting.remove(group.prompt)
+            server = self.servers[self._placement.server_of(group.problem)]
+            self._placement.add(group.problem, sum(_most_tokens(request) for _, request in group.requests))
+            server.running += len(group.requests)
+            self._begin(server, self._run(server, group))
+
+    def abandon(self) -> None:
+        for server in self.servers:
+            server.drop()
+        self._reset()
+
+    def lose(self, server: Server, why: str) -> None:
+        """Give up what is on a server."""
+        if not server.up:
+            return
+        server.up = False
+        problems = set(self._placement.lose(server.number))
+        for heap in (server.waiting, self._unplaced):
+            for group in (group for group in heap if group.problem in problems):
+                self._waiting.remove(group.prompt)
+        self._unplaced = [group for group in self._unplaced if group.problem not in problems]
+        heapq.heapify(self._unplaced)
+        server.drop()
+        tickets = [ticket for ticket, problem in self._pending.items() if problem in problems]
+        for ticket in tickets:
+            del self._pending[ticket]
+        if tickets:
+            self._emit(Lost(tickets, server.url, why))
+        self._on_lost(server, why)
+
+    def _next(self) -> Group | None:
+        """The first group that a server has room for, that server known to `_placement`."""
+        while True:
+            free = [server for server in self.servers if server.up and server.running < self._max_running]
+            heaps = [server.waiting for server in free] + ([self._unplaced] if free else [])
+            heap = min(filter(None, heaps), key=lambda heap: heap[0], default=None)
+            if heap is None:
+                return None
+            group = heapq.heappop(heap)
+            if heap is not self._unplaced:
+                return group
+            number = self._placement.server_of(group.problem)
+            if number is None:
+                number = self._placement.place(group.problem, [server.number for server in free])
+            heapq.heappush(self.servers[number].waiting, group)
+
+    def _begin(self, server: Server, work: Coroutine) -> None:
+        task = asyncio.ensure_future(work)
+        server.tasks.add(task)
+        task.add_done_callback(lambda task: self._ended(server, task))
+
+    def _ended(self, server: Server, task: asyncio.Task) -> None:
+        server.tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, ServerLost):
+            self.lose(server, error.why)
+        elif error is not None:
+            self._emit(error)
+
+    async def _run(self, server: Server, group: Group) -> None:
+        """The leader of a group, where it has one, then its requests."""
+        leaders, prompt = server.leaders, group.prompt
+        while other := leaders.waits_for(prompt):
+            await server.prefilled[other].wait()
+        ticket, request = group.requests[0]
+        there = leaders.there(prompt)
+        is_shared = len(group.requests) > 1 or self._waiting.nearest(prompt)[0] > there
+        if is_shared and there < len(request.prompt) - 1:
+            leaders.start(prompt)
+            done = server.prefilled[prompt] = asyncio.Event()
+            generated = await self._ask(server, ticket, request, 0)
+            if generated is None:
+                return
+            leaders.finish(prompt)
+            done.set()
+            self._emit(Led(generated, there))
+        for ticket, request in group.requests:
+            self._begin(server, self._sample(server, group, ticket, request))
+
+    async def _sample(self, server: Server, group: Group, ticket: int, request: Request) -> None:
+        cacheable = server.leaders.there(group.prompt)
+        generated = await self._ask(server, ticket, request, request.max_new_tokens)
+        if generated is None:
+            return
+        if cacheable < len(request.prompt) - 1:
+            server.leaders.prefilled(group.prompt)
+        server.running -= 1
+        self._placement.add(group.problem, len(request.prompt) + len(generated.tokens) - _most_tokens(request))
+        del self._pending[ticket]
+        self._emit(Sampled(ticket, generated, cacheable, server.number))
+        self.admit()
+
+    async def _ask(self, server: Server, ticket: int, request: Request, max_new_tokens: int) -> Generated | None:
+        """None: the prompt is too long for the server, and was reported."""
+        try:
+            generated = await server.client.generate(
+                request.prompt,
+                adapter=server.adapter,
+                max_new_tokens=max_new_tokens,
+                temperature=request.temperature,
+                stop_token_ids=self._stop_token_ids,
+                seed=request.seed if self._seeded else None,
+            )
+        except RequestRefused as error:
+            if not TOO_LONG.search(error.why):  # it has lost the adapter, for example, since it was started anew
+                raise ServerLost(server.url, f"it refused a request: {error.why}") from None
+            self._emit(TooLong(ticket, error.why))
+            return None
+        if generated.finish_reason == "length" and len(generated.tokens) < max_new_tokens:
+            self._emit(TooLong(ticket, f"it stopped after {len(generated.tokens)} tokens"))
+            return None
+        return generated
+
+
+def _most_tokens(request: Request) -> int:
+    return len(request.prompt) + request.max_new_tokens
