@@ -1,0 +1,134 @@
+"""Memory of the learner by part and moment, each term derived from what the code keeps.
+
+Shape legend: N tokens of a micro-batch (of its prefix tree), R sampled tokens in it, L layers, H hidden size, I width of
+the MLP, Q = Hq D and K = Hkv D numbers of a token's queries and keys, r rank, V vocabulary; b bytes of a number.
+
+Trained is the adapter alone, so autograd keeps no input of a frozen norm's weight, and of a linear layer its input and
+the adapter's (N, r). Everything else here is a tensor some backward reads, or one that it writes. bfloat16 norms run in
+float32 and keep that copy of their input; a float32 model's norm keeps the input itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spiral_fast.plan.shape import Shape
+from spiral_kernels.linear_logprob.tiles import CHUNK_BYTES
+from spiral_kernels.tree_attention.triton_tiles import LISTED, MOST_SHARES, SPANNED
+
+# Tensors of a sampled token: inputs of the loss (target, hidden row, credit and weight in float64, rollout log-prob),
+# its log-prob and entropy; what linear_policy_loss copies and forms of each; what the step's record keeps of it.
+BYTES_OF_ROW, BYTES_IN_LOSS, BYTES_IN_RECORD = 44, 100, 32
+
+
+@dataclass(frozen=True)
+class Micro:
+    """One micro-batch, and how it is run."""
+
+    tokens: int  # N
+    rows: int  # R
+    checkpointing: bool
+    record_rows: int = 0  # sampled tokens of the whole step: its numbers wait on the GPU for the step's end
+    ranks: int = 1  # the learner's GPUs, parameters sharded over them (FSDP2)
+    both_levels: bool = True  # search and aggregation are trained: the search term's gradient is kept beside
+
+
+@dataclass(frozen=True)
+class Moment:
+    name: str
+    parts: dict[str, float]  # bytes
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+
+def kept_by_layer(shape: Shape) -> dict[str, float]:
+    """Bytes a token that one layer's backward reads, by place."""
+    b, h, q, k = shape.element, shape.hidden, shape.query, shape.key
+    lora = shape.rank * b * shape.adapted / 7  # of one linear layer
+    norm = (4 * h if b != 4 else 0) + 4  # its float32 input, unless that is the layer's own; one number for the mean
+    heads = (4 * (q + k) + 4 * (shape.query_heads + shape.key_heads)) if shape.query_key_norm else 0
+    return {
+        "attention norms": norm + b * h + heads,  # its output is the input of q, k, v
+        "attention": b * (q + 2 * k) + b * q + 4 * shape.query_heads + 4 * lora,  # q, k, v, result, log-sum-exp
+        "mlp norm": 4 * h + 4 + b * h,
+        "mlp": 4 * b * shape.mlp + 3 * lora,  # gate, its SiLU, up, their product
+    }
+
+
+def held(shape: Shape, micro: Micro) -> dict[str, float]:
+    """What is there all the time of a step."""
+    layer, base = shape.layer_numbers * shape.element, shape.base_bytes
+    if micro.ranks > 1:  # two layers gathered, one in use and one on its way; the root group stays whole
+        sharded = shape.layers * layer
+        base = sharded / micro.ranks + 2 * layer + (base - sharded)
+    adapter = shape.adapter_bytes / micro.ranks
+    return {
+        "base weights": base,
+        "adapter": adapter,
+        "optimiser moments": 2 * adapter,
+        "gradient": adapter * (2 if micro.both_levels else 1),
+        "batch and record": 20 * micro.tokens + BYTES_OF_ROW * micro.rows + BYTES_IN_RECORD * micro.record_rows,
+    }
+
+
+def moments(shape: Shape, micro: Micro) -> list[Moment]:
+    """The moments of a step that can be its peak."""
+    b, h, q, k = shape.element, shape.hidden, shape.query, shape.key
+    n, rows, always = micro.tokens, micro.rows, held(shape, micro)
+    layer = kept_by_layer(shape)
+    rotary = 2 * b * q / shape.query_heads  # cosines and sines, one for all layers
+    if micro.checkpointing:
+        kept = {"checkpoints (layer inputs)": n * (shape.layers * b * h + rotary)}
+        others = 0.0  # what the other layers hold beside their checkpoints
+    else:
+        kept = {"activations kept": n * (shape.layers * sum(layer.values()) + rotary)}
+        others = sum(layer.values())  # this layer's are among them
+
+    chunk_rows = -(-rows // max(1, -(-rows // max(1, CHUNK_BYTES["cuda"] // (4 * shape.vocabulary)))))
+    chunk = chunk_rows * (4 * shape.vocabulary + (2 * b + 12) * h)  # logits; hidden rows and their products
+    by_token = n * (4 + b) * h  # the rows' gradients summed by hidden state, and that in b bytes
+    head = {
+        "head: gradient of each row": rows * (4 * h + BYTES_IN_LOSS),
+        "head: chunk of logits, or sum by token": max(chunk, by_token),
+    }
+    final = {"last norm and hidden state": n * ((4 + b) * h + 4)}
+
+    # Backward of SiLU times up: the product's gradient and both factors' are there, the product itself is gone.
+    mlp = sum(layer.values()) - b * shape.mlp + 3 * b * shape.mlp + b * h
+    # Backward of attention: gradients of result, q, k, v; two numbers a row and head; parts of split tiles of keys.
+    attention = layer["attention norms"] + layer["attention"] + 2 * b * (q + k) + b * h
+    workspace = 8 * shape.query_heads * (n + LISTED[0]) + 2 * 2 * MOST_SHARES * SPANNED[1] * 4 * k
+
+    def backward(of_layer: float) -> dict[str, float]:
+        return {"one layer's backward": n * (of_layer - others)}
+
+    return [
+        Moment("head", always | kept | final | head),
+        Moment("MLP backward", always | kept | backward(mlp)),
+        Moment("attention backward", always | kept | backward(attention) | {"attention workspace": workspace}),
+        # the flat gradient and its terms, AdamW's temporaries
+        Moment("update", always | {"update": 4 * shape.adapter_bytes / micro.ranks}),
+    ]
+
+
+def peak(shape: Shape, micro: Micro) -> Moment:
+    return max(moments(shape, micro), key=lambda moment: moment.total)
+
+
+def largest_tree(shape: Shape, usable: float, *, checkpointing: bool, ranks: int = 1, record_rows: int = 0) -> int:
+    """The most tokens of one micro-batch that fit, every one of them sampled; 0 if none do."""
+
+    def fits(tokens: int) -> bool:
+        return peak(shape, Micro(tokens, tokens, checkpointing, record_rows, ranks)).total <= usable
+
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+        if high > 2**31:  # row numbers of a tree are 32-bit
+            return 2**31 - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

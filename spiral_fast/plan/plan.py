@@ -1,0 +1,320 @@
+"""A run's memory, work and time per step on given GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from spiral_fast.config import Config, ConfigError
+from spiral_fast.plan.gpus import RESERVE, Gpu
+from spiral_fast.plan.learner_work import Work, learner_work
+from spiral_fast.plan.memory import Micro, Moment, held, largest_tree, moments, peak
+from spiral_fast.plan.rollout_work import STEP_SECONDS, Limits, Rates, RolloutWork, requests_of, rollout_work
+from spiral_fast.plan.shape import Shape
+from spiral_fast.plan.simulated import Liveness, Simulated, Workload, aggregates, liveness
+
+NETWORK = 1e9  # bytes/s from the learner to a server
+LOOKED_AT = 512  # problems whose liveness is simulated
+
+
+@dataclass(frozen=True)
+class Machines:
+    gpu: Gpu
+    name: str
+    gpus: int
+    learner_gpus: int
+    mfu: float  # of the peak FLOP/s, reached by large products
+    bandwidth: float  # of the peak bandwidth, reached in decode
+
+
+@dataclass
+class Plan:
+    """Bytes, FLOPs, seconds; of one step."""
+
+    engine: str
+    servers: int
+    server_gpus: int  # of one server
+    liveness: Liveness
+    drawn: int  # problems rolled out in a step
+    work: dict[str, Work]
+    micro: Micro
+    learner_moments: list[Moment]
+    rollout_memory: Moment  # of the GPU with the KV cache
+    usable: float
+    largest_tree: int
+    kv_tokens: int  # keys and values a server has room for
+    longest: int  # tokens of the longest sequence that can come up
+    rollout: RolloutWork  # of one server
+    learn_seconds: float
+    sync_bytes: float
+    sync_seconds: float
+    gpus: int
+    steps: int
+    assumptions: list[str]
+    notes: list[str]
+    problems: list[str] = field(default_factory=list)  # why it cannot run as it is, and what to change
+
+    @property
+    def learner_peak(self) -> Moment:
+        return max(self.learner_moments, key=lambda moment: moment.total)
+
+    @property
+    def seconds(self) -> float:
+        return self.rollout.seconds + self.learn_seconds + self.sync_seconds
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.gpus * self.seconds / 3600
+
+    def as_json(self) -> dict[str, Any]:
+        derived = {"seconds": self.seconds, "gpu_hours": self.gpu_hours, "learner_peak": self.learner_peak.name}
+        return asdict(self) | derived | {"rollout_seconds": self.rollout.seconds, "fits": not self.problems}
+
+
+def make_plan(config: Config, shape: Shape, workload: Workload, machines: Machines, n_problems: int) -> Plan:
+    """n_problems: live problems whose tokens are simulated; a step's figures are scaled from them. Raises ConfigError
+    for a layout that this version cannot run."""
+    gpu, settings = machines.gpu, config.rollout
+    if config.model.dtype != "bfloat16":
+        raise ConfigError(f"model.dtype: {config.model.dtype!r}: the GPUs' rates are of bfloat16; use it here too")
+    if workload.prompt_tokens > settings.max_prompt_tokens:
+        raise ConfigError(
+            f"--prompt-tokens: {workload.prompt_tokens} is above rollout.max_prompt_tokens "
+            f"({settings.max_prompt_tokens})"
+        )
+    engine = "radix" if settings.engine == "radix" else "sglang"
+    servers, server_gpus = _servers(config, machines, engine)
+    simulated = Simulated(config, workload)
+    seen, live = liveness(simulated, LOOKED_AT)
+    if not live:
+        raise ConfigError(f"--solve-rate: none of {LOOKED_AT} simulated problems is live; give a rate between 0 and 1")
+    rollouts = simulated.rollouts(live[:n_problems])
+    factor = config.batch.live_problems / len(rollouts)
+    work = {name: one.times(factor) for name, one in learner_work(rollouts, config, shape.cost).items()}
+
+    longest = longest_sequence(config)
+    most = max(config.learner.micro_batch_tokens, longest)
+    sampled = round(work["pruned"].rows)
+    micro = Micro(most, most, config.learner.checkpointing, sampled, machines.learner_gpus)
+    colocated = machines.gpus == 1
+    learner = moments(shape, micro)
+    server_weights = (shape.base_bytes + shape.adapter_bytes) / server_gpus
+    if colocated and engine == "sglang":
+        learner = [Moment(m.name, m.parts | {"SGLang: weights": server_weights}) for m in learner]
+    rollout_memory, kv_tokens = _kv(config, shape, micro, gpu, engine, colocated, server_weights, server_gpus)
+
+    round_problems = config.batch.round_problems or config.batch.live_problems
+    needed = config.batch.live_problems / seen.share
+    rounds = min(-(-needed // round_problems), config.batch.max_rounds)
+    drawn = int(rounds * round_problems)
+    outlines = [requests_of(rollout) for rollout in rollouts]
+    of_server = [outlines[i % len(outlines)] for i in range(-(-drawn // servers))]
+    rates = Rates(machines.mfu * gpu.flops * server_gpus, machines.bandwidth * gpu.bandwidth * server_gpus)
+    limits = Limits(settings.max_running, max(kv_tokens, longest), settings.prefill_chunk)
+    run = work["pruned"]
+    executed = run.flops + (run.recomputed if config.learner.checkpointing else 0)
+    sync_bytes = shape.adapter_bytes * (4 / 3 if engine == "sglang" else 0) * servers  # base64
+    plan = Plan(
+        engine,
+        servers,
+        server_gpus,
+        seen,
+        drawn,
+        work,
+        micro,
+        learner,
+        rollout_memory,
+        gpu.usable,
+        largest_tree(
+            shape,
+            gpu.usable - (server_weights if colocated and engine == "sglang" else 0),
+            checkpointing=config.learner.checkpointing,
+            ranks=machines.learner_gpus,
+            record_rows=micro.record_rows,
+        ),
+        kv_tokens,
+        longest,
+        rollout_work(shape, of_server, rates, limits),
+        executed / (machines.mfu * gpu.flops * machines.learner_gpus),
+        sync_bytes,
+        sync_bytes / NETWORK,
+        machines.gpus,
+        config.learner.steps,
+        _assumptions(config, workload, machines, engine, len(rollouts)),
+        _notes(config, drawn, needed, colocated and engine == "sglang", rollout_memory, gpu),
+    )
+    plan.problems = _problems(plan, config, shape, machines)
+    return plan
+
+
+def longest_sequence(config: Config) -> int:
+    """Prompt and new tokens, from full-length traces; the templates' own words are a few hundred tokens."""
+    settings, frame = config.rollout, 256
+    prompt = settings.max_prompt_tokens
+    longest = prompt + settings.search_max_new_tokens
+    if aggregates(config):
+        quoted = settings.set_size * settings.search_max_new_tokens
+        longest = max(longest, prompt + frame + quoted + settings.aggregation_max_new_tokens)
+    return longest
+
+
+def _servers(config: Config, machines: Machines, engine: str) -> tuple[int, int]:
+    """How many servers, and GPUs of each."""
+    if machines.gpus == 1:
+        return 1, 1
+    if engine == "radix":
+        raise ConfigError(
+            f"rollout.engine: 'radix' runs on the learner's GPU alone; with --gpus {machines.gpus} use "
+            "rollout.engine=sglang"
+        )
+    if machines.learner_gpus >= machines.gpus:
+        raise ConfigError(
+            f"--learner-gpus: {machines.learner_gpus} of {machines.gpus} GPUs leave none for SGLang servers"
+        )
+    tensor_parallel = config.rollout.sglang.tensor_parallel
+    servers = (machines.gpus - machines.learner_gpus) // tensor_parallel
+    if not servers:
+        raise ConfigError(
+            f"rollout.sglang.tensor_parallel: {tensor_parallel} GPUs for a server, but --gpus {machines.gpus} leaves "
+            f"{machines.gpus - machines.learner_gpus} beside the learner's"
+        )
+    return servers, tensor_parallel
+
+
+def _kv(
+    config: Config,
+    shape: Shape,
+    micro: Micro,
+    gpu: Gpu,
+    engine: str,
+    colocated: bool,
+    server_weights: float,
+    server_gpus: int,
+) -> tuple[Moment, int]:
+    """Memory during rollout of a GPU that holds keys and values; tokens of them that a server has room for."""
+    parts: dict[str, float] = {}
+    if colocated:
+        resident = held(shape, micro)
+        parts = {name: resident[name] for name in ("base weights", "adapter", "optimiser moments")}
+    if engine == "radix":
+        cache = config.rollout.cache_tokens * shape.kv_bytes
+        # on a GPU each running prompt is also copied (rollout/radix/engine.py), at most the tree's tokens
+        parts |= {"KV cache": cache, "copies of running prompts": cache}
+        return Moment("rollout", parts), config.rollout.cache_tokens
+    parts["SGLang: weights"] = server_weights
+    room = gpu.usable - sum(parts.values())
+    fraction = config.rollout.sglang.memory_fraction
+    if fraction is not None:
+        room = fraction * gpu.memory - server_weights
+    parts["KV cache"] = max(0.0, room)
+    return Moment("rollout", parts), int(parts["KV cache"] * server_gpus / shape.kv_bytes)
+
+
+def _assumptions(config: Config, workload: Workload, machines: Machines, engine: str, n: int) -> list[str]:
+    gpu, rate = machines.gpu, workload.solve_rate
+    lines = [
+        f"{machines.name}: {gpu.memory / 1e9:.0f} GB of which {RESERVE:.0%} is left alone, "
+        f"{gpu.flops / 1e12:.0f} TFLOP/s dense bfloat16, {gpu.bandwidth / 1e9:,.0f} GB/s ({gpu.source})",
+        f"reached: {machines.mfu:.0%} of the FLOP/s in learner and prefill (what checkpointing computes again "
+        f"included), {machines.bandwidth:.0%} of the bandwidth in decode, {1e3 * STEP_SECONDS:g} ms a decode pass "
+        "beside that",
+        f"lengths: {workload.lengths.text}, cut at L_max; search prompts of {workload.prompt_tokens} tokens",
+        "rewards: a trace is right with a chance "
+        + ("of its problem's own, uniform in 0..1" if rate is None else f"of {rate:g}"),
+        f"tokens and FLOPs from {n} live problems of noise through the trainer's two stages, credits, cut and prefix "
+        f"trees, scaled to {config.batch.live_problems}",
+        "rollout and learning take turns; keys and values of a shared prompt are read once a pass for all who share it",
+    ]
+    if config.rollout.engine == "auto":
+        lines.append("rollout.engine auto: SGLang is installed")
+    if engine == "sglang":
+        lines.append(f"adapter to each server in turn, float32 as base64, at {NETWORK / 1e9:g} GB/s")
+    else:
+        lines.append("the embedded engine on CUDA was never timed: its rollout takes longer than this bound")
+    if machines.learner_gpus > 1:
+        lines.append(
+            "this version's learner runs on one GPU; more are arithmetic: parameters sharded, rows split evenly, no "
+            "time for communication"
+        )
+    return lines
+
+
+def _notes(
+    config: Config, drawn: int, needed: float, shares_gpu: bool, rollout_memory: Moment, gpu: Gpu
+) -> list[str]:
+    notes = []
+    if drawn > 1.2 * needed:
+        notes.append(
+            f"rounds of {config.batch.round_problems or config.batch.live_problems} draw {drawn:,} problems where about "
+            f"{needed:,.0f} give {config.batch.live_problems} live ones: smaller batch.round_problems sample less"
+        )
+    if shares_gpu and config.rollout.sglang.memory_fraction is None:
+        parts = rollout_memory.parts
+        fraction = (parts["SGLang: weights"] + parts["KV cache"]) / gpu.memory
+        notes.append(
+            f"SGLang on the learner's GPU must be told its share, or it takes nearly all: "
+            f"rollout.sglang.memory_fraction={int(100 * fraction) / 100:.2f}"
+        )
+    return notes
+
+
+def _problems(plan: Plan, config: Config, shape: Shape, machines: Machines) -> list[str]:
+    """Each with what to change, which was computed to be enough where a number is given."""
+    found, gpu = [], machines.gpu
+    if plan.longest > shape.max_context:
+        found.append(
+            f"the longest sequence ({plan.longest:,} tokens) exceeds the model's context of {shape.max_context:,}: lower "
+            "rollout.search_max_new_tokens or rollout.set_size"
+        )
+    if plan.learner_peak.total > gpu.usable:
+        found.append(_learner_problem(plan, config, shape, machines))
+    if plan.rollout_memory.total > gpu.usable:
+        over = plan.rollout_memory.total - gpu.usable
+        if plan.engine == "radix":
+            room = max(0, int(config.rollout.cache_tokens - over / (2 * shape.kv_bytes)))
+            found.append(
+                f"rollout needs {over / 1e9:.1f} GB more than there is: rollout.cache_tokens={room}"
+                + ("" if room >= plan.longest else f" is below the longest sequence ({plan.longest:,}): a larger GPU")
+            )
+        else:
+            fraction = max(0.0, (gpu.usable - plan.rollout_memory.total) / gpu.memory) or max(
+                0.0, config.rollout.sglang.memory_fraction - over / gpu.memory
+            )
+            found.append(
+                f"rollout needs {over / 1e9:.1f} GB more than there is: rollout.sglang.memory_fraction={fraction:.2f}"
+            )
+    if plan.kv_tokens < plan.longest:
+        found.append(
+            f"the KV cache has room for {plan.kv_tokens:,} tokens, the longest sequence has {plan.longest:,}: a larger "
+            "GPU, rollout.sglang.tensor_parallel, or servers on GPUs of their own (--gpus)"
+        )
+    return found
+
+
+def _learner_problem(plan: Plan, config: Config, shape: Shape, machines: Machines) -> str:
+    """What makes the learner fit, the cheapest change first."""
+    gpu, micro = machines.gpu, plan.micro
+    other = plan.learner_peak.total - peak(shape, micro).total  # a server on the same GPU
+    text = f"learning needs {(plan.learner_peak.total - gpu.usable) / 1e9:.1f} GB more than there is: "
+
+    def most(checkpointing: bool) -> int:
+        return largest_tree(
+            shape,
+            gpu.usable - other,
+            checkpointing=checkpointing,
+            ranks=micro.ranks,
+            record_rows=micro.record_rows,
+        )
+
+    if not config.learner.checkpointing and most(True) >= micro.tokens:
+        return text + "learner.checkpointing=true"
+    if most(config.learner.checkpointing) >= plan.longest:
+        return text + f"learner.micro_batch_tokens={most(config.learner.checkpointing)}"
+    if most(True) >= plan.longest:
+        return text + f"learner.checkpointing=true learner.micro_batch_tokens={most(True)}"
+    if other and largest_tree(shape, gpu.usable, checkpointing=True, record_rows=micro.record_rows) >= plan.longest:
+        return text + "servers on GPUs of their own (--gpus 2) and learner.checkpointing=true"
+    return text + (
+        f"a larger GPU, or shorter sequences: {most(True):,} tokens fit with checkpointing, the longest sequence has "
+        f"{plan.longest:,}"
+    )
