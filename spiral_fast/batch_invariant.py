@@ -20,6 +20,7 @@ from transformers.activations import ACT2FN
 
 from spiral_fast.attention import Attend
 from spiral_fast.path_attention import Group, PathAttention, native_missing
+from spiral_fast.supported import windowed_layer
 from spiral_kernels import LogProbs, linear_logprob
 
 ROWS = 16
@@ -121,6 +122,8 @@ def check_possible(model: nn.Module) -> None:
         raise ValueError(f"it needs model.dtype float32 on the CPU, the model is {base.dtype} on {base.device}")
     if (reason := native_missing()) is not None:
         raise ValueError(f"it needs the native module: {reason}")
+    if (layer := windowed_layer(model.config)) is not None:
+        raise ValueError(f"the model's {layer}")
     check_linear_layers(list(weights))
     check_activation(ACT2FN[model.config.hidden_act], model.config.intermediate_size)
 

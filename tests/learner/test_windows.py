@@ -1,4 +1,4 @@
-"""Models with sliding windows: each row alone, against transformers' own masks; nothing else is accepted."""
+"""The learner on models with sliding windows: each row alone, against transformers' own masks; no trees."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from spiral_fast.attention import ATTENTION
+from spiral_fast.batch_invariant import check_possible
 from spiral_fast.config import Config, ConfigError, ModelConfig
 from spiral_fast.learner.cost import cost_of
 from spiral_fast.learner.learner import Learner
@@ -28,7 +29,6 @@ from tests.learner.tiny import (
     plain_log_probs,
     save_tokenizer,
 )
-from tests.rollout.tiny_models import make_engine
 
 ROWS = make_rows([(5, 7), (30, 7), (3, 1), (1, 40), (12, 9), (12, 9), (1, WINDOW), (2, WINDOW), (60, 33)])
 
@@ -137,10 +137,8 @@ def test_loading_a_saved_model(family, tmp_path):
     invariant = Config.model_validate(none.model_dump() | {"rollout": {"batch_invariant": True}})
     with pytest.raises(ConfigError, match=f"^rollout.batch_invariant: .*{words}"):
         Learner(invariant, model)
-    with pytest.raises(
-        ConfigError, match=f"^rollout.engine: the embedded engine .*{words}; set rollout.engine: sglang$"
-    ):
-        make_engine(model.model)
+    with pytest.raises(ValueError, match=words):
+        check_possible(model.causal_lm)
 
 
 def test_a_window_that_the_config_does_not_tell_is_refused(tmp_path, monkeypatch):

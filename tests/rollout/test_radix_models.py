@@ -38,10 +38,6 @@ def small_qwen2(**changes):
     "changes,words",
     [
         (
-            dict(use_sliding_window=True, sliding_window=8, max_window_layers=2),
-            "layer 2 attends within a sliding window of 8 tokens; set rollout.engine: sglang",
-        ),
-        (
             dict(layer_types=["full_attention", "linear_attention", "full_attention", "full_attention"]),
             r"layer_types\[1\] = 'linear_attention'",
         ),

@@ -9,6 +9,7 @@ import torch
 
 from spiral_fast.path_attention import native_serves
 from spiral_fast.rollout.radix.decode_copies import CopiedPrompts
+from spiral_fast.rollout.radix.decode_in_place import InPlace, RowByRow
 from spiral_fast.rollout.radix.pool import Pool
 from spiral_fast.rollout.radix.tree import Node
 
@@ -32,10 +33,8 @@ class DecodeBatch(Protocol):
     ) -> torch.Tensor: ...
 
 
-def decode_batch(pool: Pool, *, batch_invariant: bool = False) -> DecodeBatch:
-    """In place where the native kernel serves, else in torch with copies."""
-    if native_serves(pool.keys[0]):
-        from spiral_fast.rollout.radix.decode_in_place import InPlace, RowByRow
-
-        return RowByRow(pool) if batch_invariant else InPlace(pool)
-    return CopiedPrompts(pool)
+def decode_batch(pool: Pool, *, batch_invariant: bool = False, windows: bool = False) -> DecodeBatch:
+    """In place where the native kernel serves, else in torch with copies; windows: layers have sliding windows."""
+    if batch_invariant or windows:
+        return RowByRow(pool)
+    return InPlace(pool) if native_serves(pool.keys[0]) else CopiedPrompts(pool)

@@ -1,21 +1,23 @@
-"""Decode by the native kernel: all keys and values stay in the pool, a token's in one slot whoever reads it.
+"""Decode in place: all keys and values stay in the pool, a token's in one slot whoever reads it.
 
-In each layer a run of prompt tokens is read once for all requests below it, by the stacked queries of them all; a
-request's own tokens follow, and its runs are merged by their log-sum-exp.
+By the native kernel, in each layer a run of prompt tokens is read once for all requests below it, by the stacked
+queries of them all; a request's own tokens follow, and its runs are merged by their log-sum-exp.
 
 R running requests (rows), M pairs of a run and a row below it.
 """
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import torch
 
-from spiral_fast.path_attention import Group, PathAttention
+from spiral_fast.path_attention import Group
 from spiral_fast.rollout.radix.pool import Pool
+from spiral_fast.rollout.radix.prefill import attention_over
 from spiral_fast.rollout.radix.runs import shared_runs
 from spiral_fast.rollout.radix.tree import Node
-from spiral_kernels import _native
 
 _BLOCK = 32  # own slots a row takes at a time
 
@@ -61,16 +63,20 @@ class InPlace:
         rows = np.arange(len(self))
         for row in np.flatnonzero(self._length == self._held):
             self._take(row)
-        self._write = torch.from_numpy(self._own[rows, self._length])
+        self._write = torch.from_numpy(self._own[rows, self._length]).to(self._pool.keys[0].device)
         self._length += 1
         self._arrange()
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (R, heads, D)
-        self._pool.write(layer, self._write, key, value)
-        return self._attend(query.contiguous(), self._pool.keys[layer], self._pool.values[layer], scale)[None]
+        keys, values = self._store(layer, key, value)
+        return self._attend(query[0].transpose(0, 1).contiguous(), keys, values, scale)[None]
+
+    def _store(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write this step's key and value (1, Hkv, R, D); returns the layer's pool."""
+        self._pool.write(layer, self._write, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        return self._pool.keys[layer], self._pool.values[layer]
 
     def _arrange(self) -> None:
         if self._runs is None:
@@ -79,6 +85,8 @@ class InPlace:
             self._partial: torch.Tensor | None = None  # (M, Hq, D + 2) scratch
 
     def _attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+        from spiral_kernels import _native
+
         _, heads, head_dim = query.shape
         if self._partial is None:
             self._partial = torch.empty((len(self._runs[2]), heads, head_dim + 2), dtype=torch.float32)
@@ -100,17 +108,29 @@ class InPlace:
 
 
 class RowByRow(InPlace):
-    """Each row reads its whole path on its own: bits that do not depend on who shares it."""
+    """Each row reads its whole path on its own, on any device and in any dtype: bits that do not depend on who shares
+    it, and sliding windows."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+    ) -> torch.Tensor:
+        keys, values = self._store(layer, key, value)
+        return self._attention(window).attend(query[0].transpose(0, 1), keys, values, scale)[None]
 
     def _arrange(self) -> None:
         if self._runs is None:
             self._runs = tuple(node.path_slots() for node in self._prompt)
-        self._attention = PathAttention(
-            [
-                Group(np.concatenate([prompt, own[:n]]), np.array([row]), np.array([len(prompt) + n]))
-                for row, (prompt, own, n) in enumerate(zip(self._runs, self._own, self._length, strict=True))
-            ]
-        )
+        own = zip(self._runs, self._own, self._length, strict=True)
+        paths = [np.concatenate([prompt, slots[:n]]) for prompt, slots, n in own]
+        self._attention = cache(lambda window: self._over(paths, window))
 
-    def _attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
-        return self._attention.attend(query, keys, values, scale)
+    def _over(self, paths: list[np.ndarray], window: int | None):
+        seen = [path if window is None else path[-window:] for path in paths]
+        groups = [Group(path, np.array([row]), np.array([len(path)])) for row, path in enumerate(seen)]
+        return attention_over(groups, self._pool.keys[0])

@@ -151,7 +151,7 @@ class RadixEngine:
         self._pool = Pool(
             served.layers, served.key_value_heads, served.head_dim, self._cache_tokens, served.dtype, served.device
         )
-        self._batch = decode_batch(self._pool, batch_invariant=self._batch_invariant)
+        self._batch = decode_batch(self._pool, batch_invariant=self._batch_invariant, windows=served.windows)
         self._rows = Rows([])
         self._waiting: dict[tuple[int, ...], deque[Entry]] = {}  # siblings together, in whatever order they came
         self._order: list[tuple[int, int, tuple[int, ...]]] = []  # heap of the waiting prompts

@@ -9,7 +9,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from spiral_fast.attention import ATTENTION
-from spiral_fast.config import ConfigError
 from spiral_fast.supported import UnsupportedModel, check_config, check_modules, key_value_shape, windowed_layer
 
 
@@ -22,6 +21,7 @@ class Served:
     layers: int
     key_value_heads: int
     head_dim: int
+    windows: bool  # some layers have a sliding window
     vocabulary: int
     dtype: torch.dtype  # of keys and values
     device: torch.device
@@ -49,10 +49,6 @@ def serve(model: PreTrainedModel) -> Served:
         check_modules(model)
     except UnsupportedModel as error:
         raise ValueError(f"the radix engine cannot serve this model: it {error}") from None
-    if (layer := windowed_layer(model.config)) is not None:
-        raise ConfigError(
-            f"rollout.engine: the embedded engine cannot serve this model: its {layer}; set rollout.engine: sglang"
-        )
     if model.config._attn_implementation != ATTENTION:
         raise ValueError(
             f"{name}: attention implementation is {model.config._attn_implementation!r}; "
@@ -66,6 +62,7 @@ def serve(model: PreTrainedModel) -> Served:
         layers=len(decoder.layers),
         key_value_heads=heads,
         head_dim=head_dim,
+        windows=windowed_layer(model.config) is not None,
         vocabulary=embedding.shape[0],
         dtype=embedding.dtype,
         device=embedding.device,

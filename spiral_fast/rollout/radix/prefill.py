@@ -7,6 +7,7 @@ whole prefix from the pool: a prompt may continue a prefix that another prompt o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -79,7 +80,7 @@ class _Piece:
 class _Batch:
     """Pieces padded to one rectangle: query and key indices and the mask."""
 
-    def __init__(self, pieces: list[_Piece], device: torch.device):
+    def __init__(self, pieces: list[_Piece], device: torch.device, window: int | None):
         q = max(piece.queries for piece in pieces)
         k = max(len(piece.path) for piece in pieces)
         queries = np.zeros((len(pieces), q), np.int64)
@@ -95,7 +96,10 @@ class _Batch:
         self.queries = torch.from_numpy(queries).to(device)
         self.keys = torch.from_numpy(keys).to(device)
         last = torch.from_numpy(last).to(device)
-        self.mask = torch.arange(k, device=device) <= last[:, None, :, None]  # (B, 1, q, k)
+        distance = last[:, None, :, None] - torch.arange(k, device=device)  # (B, 1, q, k)
+        self.mask = distance >= 0
+        if window is not None:
+            self.mask &= distance < window
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
         """query (T, Hq, D), keys and values (slots, Hkv, D) -> (B q, Hq, D)"""
@@ -108,16 +112,17 @@ class _Batch:
 
 
 class _PaddedPieces:
-    """Attention in plain torch: what PathAttention computes, for any device and dtype."""
+    """Attention in plain torch: what PathAttention computes, for any device and dtype, and within a sliding window."""
 
-    def __init__(self, groups: list[Group], device: torch.device):
+    def __init__(self, groups: list[Group], device: torch.device, window: int | None):
         pieces, rows = [], 0
         for path, at, visible in groups:
             for begin in range(0, len(at), _PIECE):
                 end = min(begin + _PIECE, len(at))
-                pieces.append(_Piece(int(at[begin]), end - begin, path[: visible[end - 1]]))
+                first = 0 if window is None else max(0, visible[begin] - window)
+                pieces.append(_Piece(int(at[begin]), end - begin, path[first : visible[end - 1]]))
             rows += len(at)
-        self._batches = [_Batch(group, device) for group in _group(pieces)]
+        self._batches = [_Batch(group, device, window) for group in _group(pieces)]
         index, offset = np.empty(rows, np.int64), 0
         for batch in self._batches:
             for start, flat in batch.index:
@@ -129,6 +134,14 @@ class _PaddedPieces:
         """query (T, Hq, D), keys and values (slots, Hkv, D); returns (T, Hq, D)."""
         parts = [batch.attend(query, keys, values, scale) for batch in self._batches]
         return (parts[0] if len(parts) == 1 else torch.cat(parts))[self._index]
+
+
+def attention_over(groups: list[Group], keys: torch.Tensor, window: int | None = None) -> PathAttention | _PaddedPieces:
+    """Each row sees the last `window` tokens (None: all) of what its group shows it; a group's rows follow one another,
+    each sees one token more than the one before."""
+    if window is None and native_serves(keys):
+        return PathAttention(groups)
+    return _PaddedPieces(groups, keys.device, window)
 
 
 class Chunk:
@@ -148,14 +161,20 @@ class Chunk:
         self.tokens, self.positions, self._slots = (
             torch.from_numpy(np.concatenate(parts)).to(device) for parts in (tokens, positions, slots)
         )
-        self._attention = PathAttention(groups) if native_serves(pool.keys[0]) else _PaddedPieces(groups, device)
+        self._attention = cache(lambda window: attention_over(groups, pool.keys[0], window))
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None = None,
     ) -> torch.Tensor:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
         self._pool.write(layer, self._slots, key, value)
-        return self._attention.attend(query, self._pool.keys[layer], self._pool.values[layer], scale)[None]
+        return self._attention(window).attend(query, self._pool.keys[layer], self._pool.values[layer], scale)[None]
 
 
 def chunks(runs: list[Run], size: int) -> list[list[tuple[Run, int, int]]]:
