@@ -20,6 +20,8 @@ Train SPIRAL (arXiv 2606.23595): reinforcement learning of search and aggregatio
 
     spiral-fast verify configs/demo.yaml             is everything right here
 
+    spiral-fast plan configs/paper_qwen3_4b.yaml --gpus 8    memory and hours before they are paid for
+
     spiral-fast train configs/demo.yaml              minutes on 2 CPU cores
 
     spiral-fast train configs/demo.yaml learner.steps=20 run_dir=runs/short
@@ -244,6 +246,73 @@ def verify(
             raise typer.Exit(1)
     except KeyboardInterrupt:
         _fail("interrupted; nothing was written", 130)
+
+
+@app.command()
+@short_errors
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    gpu: Annotated[str, typer.Option(help="for example h100-80gb, h200-141gb; a wrong name lists all")] = "h100-80gb",
+    gpus: Annotated[int, typer.Option(min=1, help="in all; 1: rollout and learner take turns on it")] = 1,
+    learner_gpus: Annotated[
+        int, typer.Option(min=1, help="of them for the learner, the rest for SGLang servers; 1 is what can be run")
+    ] = 1,
+    model: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="config.json of the model; none = that of model.path")
+    ] = None,
+    lengths: Annotated[
+        str,
+        typer.Option(
+            help="of traces, in tokens: uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA, fixed:N, a file with one length a "
+            "line, or the folder of a run"
+        ),
+    ] = "uniform:512:4096",
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="of a search prompt")] = 256,
+    solve_rate: Annotated[
+        str, typer.Option(help="chance that a trace is right; uniform = each problem has its own, uniform in 0..1")
+    ] = "uniform",
+    mfu: Annotated[float, typer.Option(help="share of the peak FLOP/s reached by learner and prefill")] = 0.4,
+    bandwidth: Annotated[float, typer.Option(help="share of the peak memory bandwidth reached in decode")] = 0.7,
+    problems: Annotated[int, typer.Option(min=1, help="live problems to simulate token by token")] = 16,
+    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="write all figures, unrounded")] = None,
+) -> None:
+    """Memory, tokens, FLOPs, seconds and GPU-hours of a step, without a GPU and without weights; does it fit, and what
+    to change if not (exit code 1).
+
+    One GPU, rollout and learner in turns:
+
+    spiral-fast plan configs/paper_qwen3_4b.yaml --gpu h100-80gb --model qwen3-4b/config.json
+
+    A node: one GPU learns, seven serve; keys of the config may be changed as everywhere:
+
+    spiral-fast plan configs/paper_qwen3_4b.yaml learner.micro_batch_tokens=65536 --gpus 8 --model qwen3-4b/config.json
+
+    With the lengths that a run had:
+
+    spiral-fast plan configs/smollm2_cpu.yaml --gpu l4-24gb --lengths runs/smollm2
+
+    docs/plan.md says what each figure is made of and how it was checked.
+    """
+    settings = load_config(config, overrides or [])
+    from spiral_fast.plan_command import plan as run
+
+    fits = run(
+        settings,
+        gpu,
+        gpus,
+        learner_gpus=learner_gpus,
+        model=model,
+        lengths=lengths,
+        prompt_tokens=prompt_tokens,
+        solve_rate=solve_rate,
+        mfu=mfu,
+        bandwidth=bandwidth,
+        problems=problems,
+        json=json,
+    )
+    if not fits:
+        raise typer.Exit(1)
 
 
 @app.command()
