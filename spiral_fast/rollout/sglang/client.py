@@ -19,7 +19,6 @@ from spiral_fast.rollout.sglang import adapter as wire
 from spiral_fast.rollout.sglang.names import KEY_VARIABLE
 
 LONGER_THAN_A_PROMPT = 4  # tokens by which prompt and completion may exceed SGLang's max_req_input_len
-KEEP_ALIVE_S = 2.0  # below the 5 s after which SGLang closes an idle connection, perhaps as a request is on its way
 
 
 class ServerLost(ConnectionError):
@@ -83,9 +82,10 @@ class Client:
         self._asking: asyncio.Task[bool] | None = None  # whether it lives
         self._http = httpx.AsyncClient(
             base_url=self.url,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            # One connection a request: SGLang closes an idle one, perhaps as the next request is on its way.
+            headers={"Connection": "close"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
             timeout=httpx.Timeout(None, connect=timeout_s),
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEP_ALIVE_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             trust_env=False,  # a proxy between would have its own ideas of time limits
         )
 
