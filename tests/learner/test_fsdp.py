@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
-import json, sys
+import dataclasses, json, sys
 import torch
 from torch.distributed.tensor import DTensor
 from peft import PeftModel
@@ -27,8 +27,12 @@ sharded = Learner(config(micro_batch_tokens=40, fsdp=True, checkpointing=checkpo
 prompts = [row.prompt for row in RAGGED]
 out = {"sharded": all(isinstance(p, DTensor) for p in sharded.policy.parameters()), "norms": [], "engine": []}
 out["engine"].append(float(largest_gap(sharded, sample(sharded, parts.model, parts.eos_token_ids, prompts, 1.0))))
+long = make_rows([(30, 1)], seed=1)[0].prompt
+shared = [*RAGGED, *(dataclasses.replace(row, prompt=long) for row in RAGGED)]
 for _ in range(2):
-    out["norms"].append([learner.step(RAGGED).gradient_norm for learner in (plain, sharded)])
+    steps = [learner.step(shared) for learner in (plain, sharded)]
+    out["norms"].append([stats.gradient_norm for stats in steps])
+    out["computed"] = [stats.tokens_computed for stats in steps] + [sum(row.computed_tokens for row in shared)]
     rows = sample(sharded, parts.model, parts.eos_token_ids, prompts, 1.0)
     out["engine"].append(float(largest_gap(sharded, rows)))
 with sharded.rollout_weights():
@@ -57,6 +61,7 @@ def test_same_update_as_without(tmp_path, checkpointing, launcher):
     assert out["sharded"] and out["whole"] and out["sharded_again"]
     for plain, sharded in out["norms"]:
         assert sharded == pytest.approx(plain, rel=1e-6)
+    assert out["computed"][0] == out["computed"][1] < out["computed"][2] - 30  # trees
     assert out["weights"] <= 1e-6
     assert max(out["engine"]) < 1e-4
     assert out["resumed"][0] == out["resumed"][1]
