@@ -44,16 +44,19 @@ class Moment:
 
 
 def kept_by_layer(shape: Shape) -> dict[str, float]:
-    """Bytes a token that one layer's backward reads, by place."""
-    b, h, q, k = shape.element, shape.hidden, shape.query, shape.key
-    lora = shape.rank * b * shape.adapted / 7  # of one linear layer
+    """Bytes a token that one layer's backward reads, by place. An adapted linear layer reads its input."""
+    b, h, q, k, adapted = shape.element, shape.hidden, shape.query, shape.key, shape.adapted
+    low = shape.rank * b  # of one adapted linear layer
     norm = (4 * h if b != 4 else 0) + 4  # its float32 input, unless that is the layer's own; one number for the mean
     heads = (4 * (q + k) + 4 * (shape.query_heads + shape.key_heads)) if shape.query_key_norm else 0
+    of_qkv, of_gate_up = adapted & {"q_proj", "k_proj", "v_proj"}, adapted & {"gate_proj", "up_proj"}
     return {
-        "attention norms": norm + b * h + heads,  # its output is the input of q, k, v
-        "attention": b * (q + 2 * k) + b * q + 4 * shape.query_heads + 4 * lora,  # q, k, v, result, log-sum-exp
-        "mlp norm": 4 * h + 4 + b * h,
-        "mlp": 4 * b * shape.mlp + 3 * lora,  # gate, its SiLU, up, their product
+        "attention norms": norm + heads + bool(of_qkv) * b * h + len(of_qkv) * low,
+        # q, k, v, result, its log-sum-exp
+        "attention": b * (q + 2 * k) + b * q + 4 * shape.query_heads + ("o_proj" in adapted) * low,
+        "mlp norm": 4 * h + 4 + bool(of_gate_up) * b * h + len(of_gate_up) * low,
+        "mlp": 3 * b * shape.mlp,  # gate, its SiLU, up
+        "down": ("down_proj" in adapted) * (b * shape.mlp + low),
     }
 
 
@@ -96,9 +99,13 @@ def moments(shape: Shape, micro: Micro) -> list[Moment]:
     final = {"last norm and hidden state": n * ((4 + b) * h + 4)}
 
     # Backward of SiLU times up: the product's gradient and both factors' are there, the product itself is gone.
-    mlp = sum(layer.values()) - b * shape.mlp + 3 * b * shape.mlp + b * h
+    mlp = sum(layer.values()) - layer["down"] + 3 * b * shape.mlp + b * h
     # Backward of attention: gradients of result, q, k, v; two numbers a row and head; parts of split tiles of keys.
     attention = layer["attention norms"] + layer["attention"] + 2 * b * (q + k) + b * h
+    # Backward of a norm over d numbers: its float32 input, and five more like it at once (the square's derivative).
+    norm = layer["attention norms"] + layer["attention"] + 24 * h + b * h  # of the MLP
+    if shape.query_key_norm:  # of the queries, the last of the attention's: keys and values are done
+        norm = max(norm, 4 * h + 3 * b * h + 24 * q)
     workspace = 8 * shape.query_heads * (n + LISTED[0]) + 2 * 2 * MOST_SHARES * SPANNED[1] * 4 * k
 
     def backward(of_layer: float) -> dict[str, float]:
@@ -107,6 +114,7 @@ def moments(shape: Shape, micro: Micro) -> list[Moment]:
     return [
         Moment("head", always | kept | final | head),
         Moment("MLP backward", always | kept | backward(mlp)),
+        Moment("norm backward", always | kept | backward(norm)),
         Moment("attention backward", always | kept | backward(attention) | {"attention workspace": workspace}),
         # the flat gradient and its terms, AdamW's temporaries
         Moment("update", always | {"update": 4 * shape.adapter_bytes / micro.ranks}),

@@ -28,7 +28,7 @@ class Shape:
     element: int  # bytes of a number of the frozen base and of an activation
     query_key_norm: bool
     rank: int
-    adapted: int  # linear layers of one decoder layer that the adapter is on
+    adapted: frozenset[str]  # the parts of a decoder layer that the adapter is on: ATTENTION_PARTS, MLP_PARTS
     base_numbers: int  # of the frozen base; a tied head once
     layer_numbers: int  # of them in one decoder layer
     adapter_numbers: int  # float32
@@ -81,7 +81,9 @@ def shape_of(model: PeftModel) -> Shape:
         element=weight.element_size(),
         query_key_norm=hasattr(layer.self_attn, "q_norm"),
         rank=model.peft_config["default"].r,
-        adapted=sum(hasattr(module, "lora_A") for module in layer.modules()),
+        adapted=frozenset(
+            path.rpartition(".")[2] for path, module in layer.named_modules() if hasattr(module, "lora_A")
+        ),
         base_numbers=frozen[True],
         layer_numbers=sum(p.numel() for p in layer.parameters() if not p.requires_grad),
         adapter_numbers=frozen[False],

@@ -1,8 +1,9 @@
 """The truth for `plan`: the learner itself at full size on fake CUDA tensors, its storages or its FLOPs counted.
 
-    python tests/plan/fake_cuda.py memory|flops CONFIG.JSON '[{"tokens": 20000, ...}, ...]'
+    python tests/plan/fake_cuda.py memory|flops '[{"config": FILE, "model": {}, "checkpointing": true, "cases":
+        [{"tokens": 20000, "sampled": 0.5}, ...]}, ...]'
 
-prints one JSON object per case. Fake tensors have shapes, strides, dtypes and storages, but no memory; no GPU is needed.
+prints a JSON list of its cases' figures for each group. Fake tensors have shapes, strides, dtypes and storages, but no memory; no GPU is needed.
 A process of its own, since a CPU build of torch must be made to take CUDA for present (`cuda_taken_for_present`).
 
 The operators of spiral_kernels are not faked as a whole: their own host code runs, so that every workspace it allocates
@@ -33,6 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from spiral_fast.config import ModelConfig
 from spiral_fast.learner.cost import cost_of
 from spiral_fast.learner.empty_model import empty_model
+from spiral_fast.learner.packed import Packed
 from spiral_fast.learner.policy import Policy, TokenLoss
 from spiral_fast.learner.rows import Row
 from spiral_fast.learner.sharing import paths_of
@@ -143,8 +145,9 @@ def to_fake_cuda(policy: Policy) -> None:
                     tensors[name] = made[id(tensor)]
 
 
-def rows_of(tokens: int, sampled: float) -> list[Row]:
-    """About so many distinct tokens below a prompt of 256, that share of them sampled."""
+def rows_of(case: dict) -> list[Row]:
+    """About case["tokens"] distinct tokens below a prompt of 256; case["sampled"]: the share of them sampled."""
+    tokens, sampled = case["tokens"], case.get("sampled", 1.0)
     n = max(1, (tokens - 256) // 3000)
     length = (tokens - 256) // n
     n_sampled = int(length * sampled)
@@ -156,8 +159,8 @@ def rows_of(tokens: int, sampled: float) -> list[Row]:
     return rows
 
 
-def forward_and_backward(policy: Policy, rows: list[Row], counter: HostCode) -> dict:
-    """The accumulation of one micro-batch, its inputs counted too. Tokens and sampled tokens, and the micro-batch."""
+def forward_and_backward(policy: Policy, rows: list[Row], counter: HostCode) -> tuple[Packed, int]:
+    """The accumulation of one micro-batch, its inputs counted too. The micro-batch, and the peak of the forward."""
     with _disable_current_modes():
         packed = pack_tree(rows, paths_of(rows, "tree"), range(len(rows)), "cpu")
         plan = packed.attend.plan
@@ -175,33 +178,23 @@ def forward_and_backward(policy: Policy, rows: list[Row], counter: HostCode) -> 
     out = policy(packed, 1.0, loss)
     after_forward = counter.peak
     out.loss.backward()
-    return {"packed": packed, "plan": plan, "forward": after_forward}
+    return packed, after_forward
 
 
-def memory(model: Path, case: dict) -> dict:
-    """Peak bytes of a forward and backward without gradients before it."""
-    settings = ModelConfig(path="-", **case.get("model", {}))
-    policy = policy_on(model, settings, case["checkpointing"])
-    with fake_cuda():
-        to_fake_cuda(policy)
-        with HostCode((*ATTENTION, *HEAD)) as counter:
-            for parameter in policy.parameters():
-                counter.add(parameter)
-            done = forward_and_backward(policy, rows_of(case["tokens"], case.get("sampled", 1.0)), counter)
-    packed = done["packed"]
-    return {
-        "tokens": packed.tokens.numel(),
-        "rows": packed.targets.numel(),
-        "head": done["forward"],
-        "peak": counter.peak,
-    }
+def memory(policy: Policy, case: dict) -> dict:
+    """Peak bytes of a forward, and of it and its backward, without gradients before it."""
+    for parameter in policy.parameters():
+        parameter.grad = None
+    with HostCode((*ATTENTION, *HEAD)) as counter:
+        for parameter in policy.parameters():
+            counter.add(parameter)
+        packed, forward = forward_and_backward(policy, rows_of(case), counter)
+    return {"tokens": packed.tokens.numel(), "rows": len(packed.targets), "forward": forward, "peak": counter.peak}
 
 
-def flops(model: Path, case: dict) -> dict:
+def flops(policy: Policy, case: dict) -> dict:
     """By torch's counter, and by learner/cost.py. Attention: 4 FLOPs forward and 8 backward for each number of a head
     and each key that a query sees, counted key by key."""
-    settings = ModelConfig(path="-", **case.get("model", {}))
-    policy = policy_on(model, settings, False)
     cost = cost_of(policy.model)
     config = policy.model.get_base_model().config
     pairs = 0
@@ -214,17 +207,14 @@ def flops(model: Path, case: dict) -> dict:
         OPERATORS.tree_attention_backward: of_attention(8),
         torch.ops.aten.addmm_: lambda _, a, b, **__: 2 * a[0] * a[1] * b[1],  # torch knows addmm alone
     }
-    rows = rows_of(case["tokens"], case.get("sampled", 1.0))
+    rows = rows_of(case)
     with _disable_current_modes():
-        until = pack_tree(rows, paths_of(rows, "tree"), range(len(rows)), "cpu").attend.plan.visible_until
+        packed = pack_tree(rows, paths_of(rows, "tree"), range(len(rows)), "cpu")
+        until = packed.attend.plan.visible_until
         pairs = int((until - torch.arange(len(until))).sum())
-    with fake_cuda():
-        to_fake_cuda(policy)
-        with FlopCounterMode(display=False, custom_mapping=formulas) as counter, HostCode(HEAD) as storages:
-            done = forward_and_backward(policy, rows, storages)
-    packed = done["packed"]
-    with _disable_current_modes():
-        counted = cost.flops(packed.tokens.numel(), pairs, packed.targets.numel())
+        counted = cost.of_packed(packed)
+    with FlopCounterMode(display=False, custom_mapping=formulas) as counter, HostCode(HEAD) as storages:
+        forward_and_backward(policy, rows, storages)
     return {"torch": counter.get_total_flops(), "cost": counted}
 
 
@@ -239,5 +229,8 @@ def fake_cuda() -> Iterator[None]:
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     measure = {"memory": memory, "flops": flops}[sys.argv[1]]
-    for case in json.loads(sys.argv[3]):
-        print(json.dumps(measure(Path(sys.argv[2]), case)), flush=True)
+    for group in json.loads(sys.argv[2]):
+        made = policy_on(Path(group["config"]), ModelConfig(path="-", **group["model"]), group["checkpointing"])
+        with fake_cuda():
+            to_fake_cuda(made)
+            print(json.dumps([measure(made, case) for case in group["cases"]]), flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,77 +16,77 @@ from spiral_fast.plan.memory import Micro, moments
 from spiral_fast.plan.shape import shape_of
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.timeout(400)
 HERE = Path(__file__).parent
 QWEN3_4B = HERE / "qwen3_4b" / "config.json"
 
 
-def measured(what: str, model: Path, cases: list[dict]) -> list[dict]:
-    command = [sys.executable, str(HERE / "fake_cuda.py"), what, str(model), json.dumps(cases)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=110, env=_environment())
+def group(config: Path, cases: list[dict], *, checkpointing: bool = True, **model) -> dict:
+    return {"config": str(config), "model": model, "checkpointing": checkpointing, "cases": cases}
+
+
+def measured(what: str, groups: list[dict]) -> list[list[dict]]:
+    command = [sys.executable, str(HERE / "fake_cuda.py"), what, json.dumps(groups)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr[-2000:]
-    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    found = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[{")]
+    assert [len(figures) for figures in found] == [len(group["cases"]) for group in groups]
+    return found
 
 
-def _environment() -> dict[str, str]:
-    import os
-
-    return os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "HF_HUB_OFFLINE": "1"}
-
-
-def predicted(model: Path, case: dict, found: dict) -> dict[str, float]:
-    """Of the moments; the truth has neither optimiser nor gradients from before."""
-    shape = shape_of(empty_model(ModelConfig(path="-", **case.get("model", {})), model))
-    micro = Micro(found["tokens"], found["rows"], case["checkpointing"], both_levels=False)
+def predicted(group: dict, truth: dict) -> dict[str, float]:
+    """Bytes by moment; the truth has neither optimiser nor gradients from before."""
+    shape = shape_of(empty_model(ModelConfig(path="-", **group["model"]), Path(group["config"])))
+    micro = Micro(truth["tokens"], truth["rows"], group["checkpointing"], both_levels=False)
     return {m.name: m.total - 3 * shape.adapter_bytes for m in moments(shape, micro)}
 
 
-def test_peak_memory_of_qwen3_4b_is_that_of_the_learner_within_5_percent():
-    cases = [
-        {"tokens": 20_000, "checkpointing": True},
-        {"tokens": 48_000, "checkpointing": True, "sampled": 0.25},
-        {"tokens": 90_000, "checkpointing": True, "sampled": 0.6},
-        {"tokens": 6_000, "checkpointing": False},
-    ]
-    found = measured("memory", QWEN3_4B, cases)
-    assert len(found) == len(cases)
-    for case, truth in zip(cases, found, strict=True):
-        by_moment = predicted(QWEN3_4B, case, truth)
-        assert max(by_moment.values()) == pytest.approx(truth["peak"], rel=0.05), (case, truth, by_moment)
-        # nearer than that: what is left are temporaries of a few megabytes
-        assert max(by_moment.values()) == pytest.approx(truth["peak"], rel=0.005), (case, truth, by_moment)
-    head = predicted(QWEN3_4B, cases[0], found[0])["head"]  # the forward's peak, where the tree is small
-    assert head == pytest.approx(found[0]["head"], rel=0.005)
+def test_peak_memory_of_qwen3_4b_is_that_of_the_learner():
+    cases = [{"tokens": 20_000}, {"tokens": 48_000, "sampled": 0.25}, {"tokens": 90_000, "sampled": 0.6}]
+    qwen = group(QWEN3_4B, cases)
+    (found,) = measured("memory", [qwen])
+    for truth in found:
+        # 5 % is asked for; what the formulas leave out are temporaries of some megabytes
+        assert max(predicted(qwen, truth).values()) == pytest.approx(truth["peak"], rel=0.005), truth
+    smallest = found[0]  # its forward's peak is in the head
+    assert predicted(qwen, smallest)["head"] == pytest.approx(smallest["forward"], rel=0.005)
 
 
 def test_peak_memory_of_other_shapes(tmp_path):
-    """Without norms of queries and keys, an untied head, another rank, some of the layers adapted; wide heads."""
-    llama = json.loads(QWEN3_4B.read_text()) | {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "head_dim": 64,
-        "vocab_size": 128256,
-        "tie_word_embeddings": False,
-    }
-    wide = json.loads(QWEN3_4B.read_text()) | {"num_hidden_layers": 4, "intermediate_size": 1024, "hidden_size": 1024}
-    some = {"lora": {"rank": 8, "target_modules": ["q_proj", "v_proj"]}}
-    for name, config, case in (
-        ("llama", llama, {"tokens": 24_000, "checkpointing": True, "model": some}),
-        ("wide", wide, {"tokens": 30_000, "checkpointing": True, "sampled": 0.1}),
-    ):
-        file = tmp_path / name / "config.json"
-        file.parent.mkdir()
-        file.write_text(json.dumps(config))
-        (truth,) = measured("memory", file, [case])
-        by_moment = predicted(file, case, truth)
-        assert max(by_moment.values()) == pytest.approx(truth["peak"], rel=0.05), (name, truth, by_moment)
+    """An untied head, no norms of queries and keys, an adapter on some layers; heads wider than the MLP; all kept."""
+
+    def config(name: str, **changes) -> Path:
+        file = tmp_path / f"{name}.json"
+        file.write_text(json.dumps(json.loads(QWEN3_4B.read_text()) | changes))
+        return file
+
+    llama = config(
+        "llama",
+        architectures=["LlamaForCausalLM"],
+        model_type="llama",
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=6,
+        head_dim=64,
+        tie_word_embeddings=False,
+    )
+    wide = config("wide", num_hidden_layers=4, hidden_size=1024, intermediate_size=1024)
+    shallow = config("shallow", num_hidden_layers=6)
+    groups = [
+        group(llama, [{"tokens": 24_000}], lora={"rank": 8, "target_modules": ["q_proj", "v_proj"]}),
+        group(wide, [{"tokens": 30_000, "sampled": 0.1}]),
+        group(shallow, [{"tokens": 9_000}, {"tokens": 25_000, "sampled": 0.3}], checkpointing=False),
+    ]
+    for of, figures in zip(groups, measured("memory", groups), strict=True):
+        for truth in figures:
+            by_moment = predicted(of, truth)
+            assert max(by_moment.values()) == pytest.approx(truth["peak"], rel=0.01), (of, truth, by_moment)
 
 
 def test_flops_are_those_of_torchs_counter_within_1_percent():
-    found = measured("flops", QWEN3_4B, [{"tokens": 8_000}, {"tokens": 30_000, "sampled": 0.3}])
-    assert len(found) == 2
+    cases = [{"tokens": 8_000}, {"tokens": 30_000, "sampled": 0.3}]
+    (found,) = measured("flops", [group(QWEN3_4B, cases, checkpointing=False)])
     for truth in found:
         assert truth["cost"] == pytest.approx(truth["torch"], rel=0.01)
-        assert truth["cost"] != truth["torch"]  # the first layer's inputs need no gradient: cost.py counts it
+        assert truth["cost"] != truth["torch"]  # cost.py counts a gradient that the first layer's input does not need
