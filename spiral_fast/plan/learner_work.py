@@ -1,4 +1,4 @@
-"""Tokens and FLOPs of a learner step: every trace alone, and with prefixes shared, by the learner's own cut and trees."""
+"""Tokens and FLOPs of a learner step: every trace alone, and with prefixes shared, by the learner's own code."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Memory of the learner by part and moment, each term derived from what the code keeps.
 
-Shape legend: N tokens of a micro-batch (of its prefix tree), R sampled tokens in it, L layers, H hidden size, I width of
-the MLP, Q = Hq D and K = Hkv D numbers of a token's queries and keys, r rank, V vocabulary; b bytes of a number.
+Shape legend: N tokens of a micro-batch (of its prefix tree), R sampled tokens in it, L layers, H hidden size, I width
+of the MLP, Q = Hq D and K = Hkv D numbers of a token's queries and keys, r rank, V vocabulary; b bytes of a number.
 
 Trained is the adapter alone, so autograd keeps no input of a frozen norm's weight, and of a linear layer its input and
 the adapter's (N, r). Everything else here is a tensor some backward reads, or one that it writes. bfloat16 norms run in

@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from spiral_fast.algorithms import ALGORITHMS
 from spiral_fast.config import Config, ConfigError
-from spiral_fast.plan.gpus import RESERVE, Gpu
+from spiral_fast.plan.advice import NETWORK, assumptions, notes, problems
+from spiral_fast.plan.gpus import Gpu
 from spiral_fast.plan.learner_work import Work, learner_work
-from spiral_fast.plan.memory import Micro, Moment, held, largest_tree, moments, peak
-from spiral_fast.plan.rollout_work import STEP_SECONDS, Limits, Rates, RolloutWork, requests_of, rollout_work
+from spiral_fast.plan.memory import Micro, Moment, held, largest_tree, moments
+from spiral_fast.plan.rollout_work import Limits, Rates, RolloutWork, requests_of, rollout_work
 from spiral_fast.plan.shape import Shape
 from spiral_fast.plan.simulated import Liveness, Simulated, Workload, aggregates, liveness
 
-NETWORK = 1e9  # bytes/s from the learner to a server
-LOOKED_AT = 512  # problems whose liveness is simulated
+LOOKED_AT = 256  # problems whose liveness is simulated
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ def make_plan(config: Config, shape: Shape, workload: Workload, machines: Machin
     longest = longest_sequence(config)
     most = max(config.learner.micro_batch_tokens, longest)
     sampled = round(work["pruned"].rows)
-    micro = Micro(most, most, config.learner.checkpointing, sampled, machines.learner_gpus)
+    both = ALGORITHMS[config.credit.algorithm].trains_both
+    micro = Micro(most, most, config.learner.checkpointing, sampled, machines.learner_gpus, both)
     colocated = machines.gpus == 1
     learner = moments(shape, micro)
     server_weights = (shape.base_bytes + shape.adapter_bytes) / server_gpus
@@ -140,10 +142,10 @@ def make_plan(config: Config, shape: Shape, workload: Workload, machines: Machin
         sync_bytes / NETWORK,
         machines.gpus,
         config.learner.steps,
-        _assumptions(config, workload, machines, engine, len(rollouts)),
-        _notes(config, drawn, needed, colocated and engine == "sglang", rollout_memory, gpu),
+        assumptions(config, workload, machines, engine, len(rollouts)),
+        notes(config, drawn, seen, colocated and engine == "sglang", rollout_memory, gpu),
     )
-    plan.problems = _problems(plan, config, shape, machines)
+    plan.problems = problems(plan, config, shape, machines)
     return plan
 
 
@@ -208,113 +210,3 @@ def _kv(
         room = fraction * gpu.memory - server_weights
     parts["KV cache"] = max(0.0, room)
     return Moment("rollout", parts), int(parts["KV cache"] * server_gpus / shape.kv_bytes)
-
-
-def _assumptions(config: Config, workload: Workload, machines: Machines, engine: str, n: int) -> list[str]:
-    gpu, rate = machines.gpu, workload.solve_rate
-    lines = [
-        f"{machines.name}: {gpu.memory / 1e9:.0f} GB of which {RESERVE:.0%} is left alone, "
-        f"{gpu.flops / 1e12:.0f} TFLOP/s dense bfloat16, {gpu.bandwidth / 1e9:,.0f} GB/s ({gpu.source})",
-        f"reached: {machines.mfu:.0%} of the FLOP/s in learner and prefill (what checkpointing computes again "
-        f"included), {machines.bandwidth:.0%} of the bandwidth in decode, {1e3 * STEP_SECONDS:g} ms a decode pass "
-        "beside that",
-        f"lengths: {workload.lengths.text}, cut at L_max; search prompts of {workload.prompt_tokens} tokens",
-        "rewards: a trace is right with a chance "
-        + ("of its problem's own, uniform in 0..1" if rate is None else f"of {rate:g}"),
-        f"tokens and FLOPs from {n} live problems of noise through the trainer's two stages, credits, cut and prefix "
-        f"trees, scaled to {config.batch.live_problems}",
-        "rollout and learning take turns; keys and values of a shared prompt are read once a pass for all who share it",
-    ]
-    if config.rollout.engine == "auto":
-        lines.append("rollout.engine auto: SGLang is installed")
-    if engine == "sglang":
-        lines.append(f"adapter to each server in turn, float32 as base64, at {NETWORK / 1e9:g} GB/s")
-    else:
-        lines.append("the embedded engine on CUDA was never timed: its rollout takes longer than this bound")
-    if machines.learner_gpus > 1:
-        lines.append(
-            "this version's learner runs on one GPU; more are arithmetic: parameters sharded, rows split evenly, no "
-            "time for communication"
-        )
-    return lines
-
-
-def _notes(
-    config: Config, drawn: int, needed: float, shares_gpu: bool, rollout_memory: Moment, gpu: Gpu
-) -> list[str]:
-    notes = []
-    if drawn > 1.2 * needed:
-        notes.append(
-            f"rounds of {config.batch.round_problems or config.batch.live_problems} draw {drawn:,} problems where about "
-            f"{needed:,.0f} give {config.batch.live_problems} live ones: smaller batch.round_problems sample less"
-        )
-    if shares_gpu and config.rollout.sglang.memory_fraction is None:
-        parts = rollout_memory.parts
-        fraction = (parts["SGLang: weights"] + parts["KV cache"]) / gpu.memory
-        notes.append(
-            f"SGLang on the learner's GPU must be told its share, or it takes nearly all: "
-            f"rollout.sglang.memory_fraction={int(100 * fraction) / 100:.2f}"
-        )
-    return notes
-
-
-def _problems(plan: Plan, config: Config, shape: Shape, machines: Machines) -> list[str]:
-    """Each with what to change, which was computed to be enough where a number is given."""
-    found, gpu = [], machines.gpu
-    if plan.longest > shape.max_context:
-        found.append(
-            f"the longest sequence ({plan.longest:,} tokens) exceeds the model's context of {shape.max_context:,}: lower "
-            "rollout.search_max_new_tokens or rollout.set_size"
-        )
-    if plan.learner_peak.total > gpu.usable:
-        found.append(_learner_problem(plan, config, shape, machines))
-    if plan.rollout_memory.total > gpu.usable:
-        over = plan.rollout_memory.total - gpu.usable
-        if plan.engine == "radix":
-            room = max(0, int(config.rollout.cache_tokens - over / (2 * shape.kv_bytes)))
-            found.append(
-                f"rollout needs {over / 1e9:.1f} GB more than there is: rollout.cache_tokens={room}"
-                + ("" if room >= plan.longest else f" is below the longest sequence ({plan.longest:,}): a larger GPU")
-            )
-        else:
-            fraction = max(0.0, (gpu.usable - plan.rollout_memory.total) / gpu.memory) or max(
-                0.0, config.rollout.sglang.memory_fraction - over / gpu.memory
-            )
-            found.append(
-                f"rollout needs {over / 1e9:.1f} GB more than there is: rollout.sglang.memory_fraction={fraction:.2f}"
-            )
-    if plan.kv_tokens < plan.longest:
-        found.append(
-            f"the KV cache has room for {plan.kv_tokens:,} tokens, the longest sequence has {plan.longest:,}: a larger "
-            "GPU, rollout.sglang.tensor_parallel, or servers on GPUs of their own (--gpus)"
-        )
-    return found
-
-
-def _learner_problem(plan: Plan, config: Config, shape: Shape, machines: Machines) -> str:
-    """What makes the learner fit, the cheapest change first."""
-    gpu, micro = machines.gpu, plan.micro
-    other = plan.learner_peak.total - peak(shape, micro).total  # a server on the same GPU
-    text = f"learning needs {(plan.learner_peak.total - gpu.usable) / 1e9:.1f} GB more than there is: "
-
-    def most(checkpointing: bool) -> int:
-        return largest_tree(
-            shape,
-            gpu.usable - other,
-            checkpointing=checkpointing,
-            ranks=micro.ranks,
-            record_rows=micro.record_rows,
-        )
-
-    if not config.learner.checkpointing and most(True) >= micro.tokens:
-        return text + "learner.checkpointing=true"
-    if most(config.learner.checkpointing) >= plan.longest:
-        return text + f"learner.micro_batch_tokens={most(config.learner.checkpointing)}"
-    if most(True) >= plan.longest:
-        return text + f"learner.checkpointing=true learner.micro_batch_tokens={most(True)}"
-    if other and largest_tree(shape, gpu.usable, checkpointing=True, record_rows=micro.record_rows) >= plan.longest:
-        return text + "servers on GPUs of their own (--gpus 2) and learner.checkpointing=true"
-    return text + (
-        f"a larger GPU, or shorter sequences: {most(True):,} tokens fit with checkpointing, the longest sequence has "
-        f"{plan.longest:,}"
-    )

@@ -3,8 +3,8 @@
     python tests/plan/fake_cuda.py memory|flops '[{"config": FILE, "model": {}, "checkpointing": true, "cases":
         [{"tokens": 20000, "sampled": 0.5}, ...]}, ...]'
 
-prints a JSON list of its cases' figures for each group. Fake tensors have shapes, strides, dtypes and storages, but no memory; no GPU is needed.
-A process of its own, since a CPU build of torch must be made to take CUDA for present (`cuda_taken_for_present`).
+prints a JSON list of its cases' figures for each group. Fake tensors have shapes, strides, dtypes and storages, but no
+memory; no GPU is needed. A process of its own, since a CPU build of torch must be made to take CUDA for present.
 
 The operators of spiral_kernels are not faked as a whole: their own host code runs, so that every workspace it allocates
 is counted; only launching a Triton kernel does nothing.

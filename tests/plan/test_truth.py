@@ -53,6 +53,7 @@ def test_peak_memory_of_qwen3_4b_is_that_of_the_learner():
     assert predicted(qwen, smallest)["head"] == pytest.approx(smallest["forward"], rel=0.005)
 
 
+@pytest.mark.slow
 def test_peak_memory_of_other_shapes(tmp_path):
     """An untied head, no norms of queries and keys, an adapter on some layers; heads wider than the MLP; all kept."""
 
@@ -85,7 +86,7 @@ def test_peak_memory_of_other_shapes(tmp_path):
 
 
 def test_flops_are_those_of_torchs_counter_within_1_percent():
-    cases = [{"tokens": 8_000}, {"tokens": 30_000, "sampled": 0.3}]
+    cases = [{"tokens": 30_000, "sampled": 0.3}]
     (found,) = measured("flops", [group(QWEN3_4B, cases, checkpointing=False)])
     for truth in found:
         assert truth["cost"] == pytest.approx(truth["torch"], rel=0.01)
