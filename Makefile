@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN ?= runs/demo_$(shell date +%Y%m%d_%H%M%S)
 
-.PHONY: demo test test-sglang test-sglang-smoke gpu-check setup study evaluation clean
+.PHONY: demo test test-sglang test-sglang-smoke test-faults gpu-check setup study evaluation clean
 
 setup: $(VENV)/installed
 
@@ -48,6 +48,12 @@ test-sglang: $(SGLANG)/installed
 # Of these a session of the engine and its sudden death, within 8 minutes.
 test-sglang-smoke: $(SGLANG)/installed
 	OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest tests/sglang -m sglang_smoke
+
+# Servers and trainings that are killed, frozen or refused, half an hour on two busy cores. FAULTS=docs: if all went well,
+# write docs/faults.md.
+FAULTS ?=
+test-faults: $(SGLANG)/installed
+	OMP_NUM_THREADS=1 FAULTS=$(FAULTS) $(SGLANG)/bin/python -m pytest tests/faults
 
 # Tests and benches of the kernels on a GPU, in one JSON within 8 minutes. Installs nothing: GPU_PYTHON has torch for CUDA.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
