@@ -33,8 +33,3 @@ def murmur_hash32(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Te
     for bits, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         state = times(state ^ state >> bits, factor)
     return (state ^ state >> 16).to(torch.uint32)
-
-
-library = torch.library.Library("sgl_kernel", "FRAGMENT")
-library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
-library.impl("murmur_hash32_cpu", murmur_hash32, "CPU")
