@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from spiral_fast.learner.policy_source import PolicySource
+from spiral_fast.learner.policy_source import Adapter, PolicySource
 from spiral_fast.rollout.engine import EngineFailed
 from spiral_fast.rollout.sglang import canary
 from spiral_fast.rollout.sglang.client import RequestRefused, ServerLost
@@ -62,9 +62,9 @@ class Fleet:
         )
         self._prefix = f"spiral-{secrets.token_hex(4)}"  # of adapter names: a server may hold those of other runs
         self._loads = 0
-        self._adapter = self._name = None
-        self._on_server: dict[int, list[str]] = {server.number: [] for server in self.servers}  # adapters of ours
-        self._why: dict[str, str] = {}  # servers that are not up
+        self._adapter: Adapter | None = None  # the present policy's
+        self._names: dict[int, list[str]] = {server.number: [] for server in self.servers}  # of ours on each server
+        self._why: dict[int, str] = {}  # of the servers that are lost
         self._none_up_since: float | None = None
         self._recoveries: set[asyncio.Task] = set()
 
@@ -95,18 +95,19 @@ class Fleet:
         server.url = server.client.url
 
     async def update(self) -> None:
-        """The learner's present policy, under a new name, on every server that answers."""
-        self._name, self._adapter = self._new_name(), self._source.adapter()
+        """The learner's present policy on every server that answers."""
+        self._adapter = self._source.adapter()
+        for server in self.servers:
+            server.up = False
         await _all(self.admit(server) for server in self.servers)
 
     async def admit(self, server: Server) -> None:
-        """Give a server that answers the present policy; it takes requests from then on."""
-        client, name = server.client, self._name
-        if client is None or (server.up and server.adapter == name):
+        """Give a server that answers the present policy, under a new name; it takes requests from then on."""
+        if server.client is None or server.up:
             return
+        client, name, mine = server.client, self._new_name(), self._names[server.number]
         try:
             await client.load_adapter(name, self._adapter)
-            mine = self._on_server[server.number]
             mine.append(name)
             await canary.check(client, name, self._source, self._temperature)
             while len(mine) > 1:
@@ -120,7 +121,7 @@ class Fleet:
         except RequestRefused as error:
             raise EngineFailed(str(error)) from None
         server.adapter, server.up = name, True
-        if self._why.pop(server.url, None) is not None:
+        if self._why.pop(server.number, None) is not None:
             self._say(f"  the SGLang server {server.url} is back")
         self._none_up_since = None
         self.dispatcher.admit()
@@ -168,7 +169,7 @@ class Fleet:
         await _all(connection.close() for connection in self.connections)
 
     async def _unload(self, server: Server) -> None:
-        for name in self._on_server[server.number]:
+        for name in self._names[server.number]:
             await server.client.unload_adapter(name)
 
     async def _courtesy(self, do: Callable[[Server], Coroutine]) -> None:
@@ -183,7 +184,7 @@ class Fleet:
         """Raises EngineFailed when no server has been up for start_timeout_s."""
         since = self._none_up_since
         if since is not None and time.monotonic() - since > self._start_timeout_s:
-            lost = "; ".join(f"{url}: {why}" for url, why in self._why.items())
+            lost = "; ".join(f"{self.servers[number].url}: {why}" for number, why in self._why.items())
             raise EngineFailed(
                 f"no SGLang server for {self._start_timeout_s:g} s (rollout.sglang.start_timeout_s): {lost}"
             )
@@ -196,7 +197,7 @@ class Fleet:
 
     def _on_lost(self, server: Server, why: str) -> None:
         server.client = None
-        self._why[server.url] = why
+        self._why[server.number] = why
         self._say(f"  the SGLang server {server.url} is lost: {why}")
         if self._none_up_since is None and not any(server.up for server in self.servers):
             self._none_up_since = time.monotonic()
@@ -209,7 +210,7 @@ class Fleet:
         try:
             server.client = await self.connections[server.number].open()
         except ServerFailed as error:
-            self._emit(EngineFailed(f"the SGLang server {server.url} was lost ({self._why[server.url]}): {error}"))
+            self._emit(EngineFailed(f"the SGLang server {server.url} was lost ({self._why[server.number]}): {error}"))
             return
         server.url = server.client.url
         self._emit(Back(server))
