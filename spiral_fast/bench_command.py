@@ -14,14 +14,20 @@ def suites(root: Path) -> list[str]:
     return sorted(file.parent.name for file in root.glob("bench/*/run.py"))
 
 
-def run_suites(name: str, root: Path | None = None) -> None:
-    """Run `bench.<name>.run.run()`, or every suite's. Raises ConfigError outside a checkout or for an unknown name."""
+def run_suites(name: str, root: Path | None = None, *, engine: str = "") -> None:
+    """Run `bench.<name>.run.run()`, or every suite's; with an engine `bench.<name>.<engine>.run()`. Raises ConfigError
+    outside a checkout or for an unknown name."""
     root = root or Path(__file__).resolve().parents[1]
     known = suites(root)
     if not known:
         raise ConfigError(f"bench: no benchmarks beside {root / 'spiral_fast'}: they are part of a checkout only")
     if name and name not in known:
         raise ConfigError(f"bench: no suite {name!r}; there are: {', '.join(known)}")
+    if engine and (name, engine) != ("rollout", "sglang"):
+        raise ConfigError(f"--engine: {engine!r} of {name or 'all suites'!r} has no bench; there is: rollout, sglang")
     sys.path.insert(0, str(root))
+    if engine:
+        importlib.import_module(f"bench.{name}.{engine}").run()
+        return
     for suite in [name] if name else known:
         importlib.import_module(f"bench.{suite}.run").run()

@@ -456,14 +456,17 @@ def bench(
             metavar="SUITE", help="head, learner, prefix_tree, rollout, set_advantages, tree_attention; none = all"
         ),
     ] = "",
+    engine: Annotated[str, typer.Option(help="rollout: sglang = an SGLang server beside the embedded engine")] = "",
 ) -> None:
     """Run the benchmarks of a checkout against their peers.
 
     spiral-fast bench head
+
+    spiral-fast bench rollout --engine sglang
     """
     from spiral_fast.bench_command import run_suites
 
-    run_suites(suite)
+    run_suites(suite, engine=engine)
 
 
 @app.command()

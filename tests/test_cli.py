@@ -278,6 +278,8 @@ def test_bench_runs_a_suite_of_a_checkout_only(tmp_path):
     (suite / "run.py").write_text("def run():\n    print('ran')\n")
     with pytest.raises(ConfigError, match="no suite 'x'; there are: echo"):
         run_suites("x", tmp_path)
+    with pytest.raises(ConfigError, match="--engine: 'x' of 'echo' has no bench; there is: rollout, sglang"):
+        run_suites("echo", tmp_path, engine="x")
     code = "import pathlib, sys; from spiral_fast.bench_command import run_suites; run_suites('', pathlib.Path({!r}))"
     assert python(code.format(str(tmp_path))).stdout == "ran\n"
 

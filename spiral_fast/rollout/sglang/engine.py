@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +37,13 @@ from spiral_fast.rollout.sglang.fleet import Back, Fleet
 from spiral_fast.rollout.sglang.server import SPARE_TOKENS
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Said:
+    """A line for whoever runs the engine, in the thread of the caller: to print may raise what would end the other."""
+
+    text: str
 
 
 class SglangEngine:
@@ -72,8 +80,9 @@ class SglangEngine:
             timeout_s=timeout_s,
             start_timeout_s=start_timeout_s,
             seeded=deterministic,
-            say=say,
+            say=lambda text: self._events.put(Said(text)),
         )
+        self._say = say
         self._shares_gpu, self._released = shares_gpu, False
         self._version: int | None = None
         self._next_ticket = 0
@@ -219,7 +228,9 @@ class SglangEngine:
     def _handle(self, event: Any) -> list[tuple[int, Completion]]:
         if isinstance(event, Exception):
             raise event
-        if isinstance(event, Back):
+        if isinstance(event, Said):
+            self._say(event.text)
+        elif isinstance(event, Back):
             self._wait(self._fleet.admit(event.server))
         elif isinstance(event, Led):
             self._count(event.generated, event.cacheable)
