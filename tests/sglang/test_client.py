@@ -80,7 +80,7 @@ def test_prompt_log_probs(server, model_folder):
 
 @pytest.mark.parametrize("modules", [["q_proj"], ["k_proj"], ["v_proj", "up_proj"], ["gate_proj"], ["o_proj"]])
 def test_adapter_on_some_modules(server, model_folder, modules):
-    """SGLang itself fails with q_proj alone and passes over k_proj alone."""
+    """SGLang itself refuses q_proj alone and dies of k_proj alone."""
     name = "_".join(modules)
     source = PolicySource(load(make_config(model_folder, lora={"target_modules": modules, "rank": 3, "alpha": 7.0})))
 

@@ -1,7 +1,7 @@
 """An adapter on its way to an SGLang server: what SGLang makes of PEFT's tensors, and the bytes that carry them.
 
-SGLang computes q, k and v in one product, gate and up in another, and stacks their adapter matrices. Of a group with a
-missing member it fails, or passes over the rest without a word; so missing members are sent as zeros.
+SGLang computes q, k and v in one product, gate and up in another, and stacks their adapter matrices. An adapter with a
+part of such a group it refuses (q alone) or dies of (k alone); so what is missing is sent as zeros.
 """
 
 from __future__ import annotations
