@@ -1,214 +1,260 @@
-// Compiled once per instruction set (SPIRAL_ISA). All arithmetic in float32; bfloat16 comes in by copy_rows. What two
-// tiles need stays in the second-level cache.
-#include "tree_tiles.h"
+// Compiled once per instruction set (SPIRAL_ISA). All arithmetic in float32; bfloat16 comes in by copy_rows. Scores are
+// (keys, columns): a column is a query of a strip, the queries of the heads that read one key head side by side, so that
+// a key's row is loaded once for all of them. What a strip and a chunk need stays in the second-level cache.
+#include "tree_strips.h"
+
+#include <cmath>
 
 namespace spiral::SPIRAL_ISA {
 namespace {
 
-// The softmax of a tile of queries over the keys so far.
-struct Softmax {
-    Buffer q, sum, scores;  // (TILE, padded), (TILE, padded), (TILE, TILE)
-    float origin[TILE], norm[TILE];
+// Where the queries of LANES columns of a strip, from row `first` on, see the key. Columns past the last row see none.
+inline Integers sees(int32_t first, int32_t end, int32_t key, const Paths &paths) {
+    const Integers row = counted(first);
+    return (row >= key) & (row < std::min(paths.until[key], end));
+}
 
-    explicit Softmax(const Shape &s)
-        : q(buffer(TILE * s.padded)), sum(buffer(TILE * s.padded)), scores(buffer(TILE * TILE)) {}
+// Rows of a strip: (columns, padded), head by head, and their transpose.
+struct Queries {
+    Buffer rows, transposed;
+    explicit Queries(const Shape &s) : rows(buffer(s.columns * s.padded)), transposed(buffer(s.columns * s.padded)) {}
 
-    void start(const Shape &s) {
-        std::fill(sum.get(), sum.get() + TILE * s.padded, 0.0f);
-        std::fill(origin, origin + TILE, -INFINITE);
-        std::fill(norm, norm + TILE, 0.0f);
-    }
-
-    // first: row of the tile's start; columns (padded, TILE) of k and rows (TILE, padded) of v of tile j.
-    void add(const Pair &p, int64_t first, int64_t j, const Visible &visible, const Shape &s, const float *columns_k,
-             const float *rows_v) {
-        const int64_t row = p.first - first, rows = p.end - p.first, width = s.padded;
-        multiply(rows, p.columns, width, q.get() + row * width, width, 1, columns_k + p.column, TILE, scores.get(),
-                 TILE, false);
-        for (int64_t r = 0; r < rows; ++r) {
-            float *const at = scores.get() + r * TILE;
-            Vector most = Vector{} - INFINITE;
-            for (int64_t c = 0; c < p.columns; c += LANES) {
-                Vector score = load(at + c);
-                if (!p.full) {
-                    const Integers seen = visible.sees(p.first + r, j * TILE + p.column + c);
-                    score = seen ? score : Vector{} - INFINITE;
-                    store(at + c, score);
-                }
-                most = score > most ? score : most;
-            }
-            const float origin_now = raise(row + r, largest(most), width);
-            Vector part = {};
-            for (int64_t c = 0; c < p.columns; c += LANES) {
-                const Vector e = exponential(load(at + c) - origin_now);
-                part += e;
-                store(at + c, e);
-            }
-            norm[row + r] += total(part);
+    bool load(const Heads &x, int64_t kv, int64_t first, int64_t end, const Shape &s, float factor) {
+        bool finite = true;
+        for (int64_t g = 0; g < s.heads; ++g) {
+            float *const to = rows.get() + g * s.strip * s.padded;
+            finite &= copy_rows(x, kv * s.heads + g, first, end - first, s, factor, to);
+            std::fill(to + (end - first) * s.padded, to + s.strip * s.padded, 0.0f);
         }
-        multiply(rows, width, p.columns, scores.get(), TILE, 1, rows_v + p.column * width, width,
-                 sum.get() + row * width, width, true);
+        transpose(s.columns, s.padded, rows.get(), transposed.get());
+        return finite;
+    }
+    float *row(int64_t g, int64_t r, const Shape &s) const { return rows.get() + (g * s.strip + r) * s.padded; }
+};
+
+struct Forward {
+    const TreeAttention &x;
+    const Shape &s;
+    const Paths &paths;
+    Queries q;
+    Buffer sum, scores, packed_k, packed_v;  // (columns, padded), (CHUNK, columns), (CHUNK, padded) twice
+    Buffer origin, norm, shrink;             // (columns,): maximum so far, sum of exp(score - maximum)
+    std::vector<int32_t> keys;
+
+    Forward(const TreeAttention &x, const Shape &s, const Paths &paths)
+        : x(x), s(s), paths(paths), q(s), sum(buffer(s.columns * s.padded)), scores(buffer(CHUNK * s.columns)),
+          packed_k(buffer(CHUNK * s.padded)), packed_v(buffer(CHUNK * s.padded)), origin(buffer(s.columns)),
+          norm(buffer(s.columns)), shrink(buffer(s.columns)) {}
+
+    void strip(int64_t kv, int64_t first, int64_t end, const float *k, const float *v, Result out, float *lse) {
+        q.load(x.q, kv, first, end, s, x.scale);
+        std::fill_n(sum.get(), s.columns * s.padded, 0.0f);
+        std::fill_n(origin.get(), s.columns, -INFINITE);
+        std::fill_n(norm.get(), s.columns, 0.0f);
+        paths.chunks(first, end, s, keys, [&](const Chunk &chunk) { add(chunk, first, end, k, v); });
+        for (int64_t g = 0; g < s.heads; ++g)
+            for (int64_t r = 0; r < end - first; ++r) {
+                const int64_t column = g * s.strip + r, head = kv * s.heads + g;
+                float *const row = sum.get() + column * s.padded;
+                for (int64_t i = 0; i < s.padded; ++i) row[i] /= norm[column];
+                write_row(row, out, head, first + r, s.d);
+                lse[(first + r) * x.q.heads + head] = origin[column] + std::log(norm[column]);
+            }
     }
 
   private:
-    // The row's maximum with `here`; sums of before are measured from it. 0 while nothing is seen.
-    float raise(int64_t row, float here, int64_t width) {
-        if (here > origin[row]) {
-            const float shrink = std::exp(origin[row] - here);
-            origin[row] = here;
-            norm[row] *= shrink;
-            float *const to = sum.get() + row * width;
-            if (shrink != 0)
-                for (int64_t i = 0; i < width; i += LANES) store(to + i, load(to + i) * shrink);
+    void add(const Chunk &chunk, int64_t first, int64_t end, const float *k, const float *v) {
+        const int64_t width = s.padded, columns = s.columns;
+        multiply(chunk.n, columns, width, chunk.rows(k, width, packed_k.get()), width, 1, q.transposed.get(), columns,
+                 scores.get(), columns, false);
+        for (int64_t c = 0; c < columns; c += LANES) weigh(chunk, first + c % s.strip, end, c);
+        for (int64_t c = 0; c < columns; ++c)
+            if (shrink[c] != 1)
+                for (float *to = sum.get() + c * width, *last = to + width; to < last; to += LANES)
+                    store(to, load(to) * shrink[c]);
+        multiply(columns, width, chunk.n, scores.get(), 1, columns, chunk.rows(v, width, packed_v.get()), width,
+                 sum.get(), width, true);
+    }
+
+    // Scores of LANES columns from c on into exp(score - maximum).
+    void weigh(const Chunk &chunk, int64_t first, int64_t end, int64_t c) {
+        const int64_t columns = s.columns;
+        Vector most = load(origin.get() + c);
+        for (int64_t i = 0; i < chunk.n; ++i) {
+            float *const at = scores.get() + i * columns + c;
+            Vector score = load(at);
+            if (i >= chunk.full) {
+                score = sees(first, end, chunk.key[i], paths) ? score : Vector{} - INFINITE;
+                store(at, score);
+            }
+            most = score > most ? score : most;
         }
-        return origin[row] == -INFINITE ? 0 : origin[row];
+        const Vector zero = most == -INFINITE ? Vector{} : most;  // while nothing is seen
+        const Vector factor = exponential(load(origin.get() + c) - zero);
+        Vector part = {};
+        for (int64_t i = 0; i < chunk.n; ++i) {
+            float *const at = scores.get() + i * columns + c;
+            const Vector weight = exponential(load(at) - zero);
+            part += weight;
+            store(at, weight);
+        }
+        store(norm.get() + c, load(norm.get() + c) * factor + part);
+        store(origin.get() + c, most);
+        store(shrink.get() + c, factor);
     }
 };
 
-void forward(const TreeAttention &x, float *out, float *lse) {
+void forward(const TreeAttention &x, Result out, float *lse) {
     const Shape s(x);
-    const Visible visible(x, s);
-    const Keys k(x.k, s, true, x.threads), v(x.v, s, false, x.threads);
-    const int64_t group = x.q.heads / x.k.heads;
+    const Paths paths(x);
+    HeadRows k(s), v(s);
 #pragma omp parallel num_threads(x.threads)
     {
-        Softmax softmax(s);
-#pragma omp for collapse(2) schedule(dynamic)
-        for (int64_t later = 0; later < s.tiles; ++later)
-            for (int64_t h = 0; h < x.q.heads; ++h) {
-                const int64_t t = s.tiles - 1 - later;  // the longest rows first
-                const int64_t first = t * TILE, n = s.end(t) - first, kv = h / group;
-                copy_rows(x.q, h, first, n, s, x.scale, softmax.q.get());
-                softmax.start(s);
-                for (int64_t j = 0; j <= t; ++j)
-                    if (visible.any(t, j))
-                        visible.pairs(t, j, s, [&](const Pair &p) {
-                            softmax.add(p, first, j, visible, s, k.columns_of(kv, j), v.rows_of(kv, j));
-                        });
-                for (int64_t r = 0; r < n; ++r) {
-                    const int64_t at = (first + r) * x.q.heads + h;
-                    const float *const row = softmax.sum.get() + r * s.padded;
-                    for (int64_t i = 0; i < s.d; ++i) out[at * s.d + i] = row[i] / softmax.norm[r];
-                    lse[at] = softmax.origin[r] + std::log(softmax.norm[r]);
-                }
+        Forward work(x, s, paths);
+        for (int64_t kv = 0; kv < x.k.heads; ++kv) {
+            k.load(x.k, kv, s), v.load(x.v, kv, s);
+#pragma omp for schedule(dynamic)
+            for (int64_t later = 0; later < s.strips; ++later) {
+                const int64_t first = (s.strips - 1 - later) * s.strip;  // the longest paths first
+                const int64_t end = std::min(first + s.strip, s.rows);
+                // A hidden key counts 0 times its value: where that may not be 0, each row is a strip of its own.
+                const int64_t step = v.finite ? s.strip : 1;
+                for (int64_t row = first; row < end; row += step)
+                    work.strip(kv, row, std::min(row + step, end), k.rows.get(), v.rows.get(), out, lse);
             }
+        }
     }
 }
 
-// From a row of a head in a contiguous (rows, heads, D) array.
-inline float *row_of(float *x, int64_t heads, int64_t head, int64_t row, const Shape &s) {
-    return x + (row * heads + head) * s.d;
-}
-
-// The gradient of some query heads of one key head: of the keys, their sum over these heads.
 struct Backward {
     const TreeAttention &x;
-    const Shape s;
-    const Visible visible;
-    const Keys k, v;
+    const Shape &s;
+    const Paths &paths;
     const Heads d_out, out;
     const float *lse;
+    Queries q, d;
+    Buffer dq, probability, d_scores;  // (columns, padded), (CHUNK, columns) twice
+    Buffer packed_k, packed_v, packed_dk, packed_dv;  // (CHUNK, padded)
+    Buffer delta, norm, row;           // (columns,): rowsum(d_out * out), lse; (padded,)
+    std::vector<int32_t> keys;
 
-    Backward(const TreeAttention &x, Heads d_out, Heads out, const float *lse)
-        : x(x), s(x), visible(x, s), k(x.k, s, true, x.threads), v(x.v, s, true, x.threads), d_out(d_out), out(out),
-          lse(lse) {}
+    Backward(const TreeAttention &x, const Shape &s, const Paths &paths, Heads d_out, Heads out, const float *lse)
+        : x(x), s(s), paths(paths), d_out(d_out), out(out), lse(lse), q(s), d(s), dq(buffer(s.columns * s.padded)),
+          probability(buffer(CHUNK * s.columns)), d_scores(buffer(CHUNK * s.columns)),
+          packed_k(buffer(CHUNK * s.padded)), packed_v(buffer(CHUNK * s.padded)), packed_dk(buffer(CHUNK * s.padded)),
+          packed_dv(buffer(CHUNK * s.padded)), delta(buffer(s.columns)), norm(buffer(s.columns)),
+          row(buffer(s.padded)) {}
 
-    struct Scratch {
-        Buffer q, d_out, dq, delta, norm, row, probability, d_scores, dk, dv;
-        Scratch(int64_t heads, const Shape &s)
-            : q(buffer(heads * s.rows * s.padded)), d_out(buffer(heads * s.rows * s.padded)),
-              dq(buffer(heads * s.rows * s.padded)), delta(buffer(heads * s.rows)), norm(buffer(heads * s.rows)),
-              row(buffer(s.padded)), probability(buffer(TILE * TILE)), d_scores(buffer(TILE * TILE)),
-              dk(buffer(TILE * s.padded)), dv(buffer(TILE * s.padded)) {}
-    };
-
-    // dq (T, Hq, D); dk and dv (T, parts, D), written at `part`.
-    void run(int64_t head, int64_t heads, float *dq, float *dk, float *dv, int64_t parts, int64_t part,
-             Scratch &to) const {
-        const int64_t kv = head / (x.q.heads / x.k.heads), size = s.rows * s.padded;
-        for (int64_t g = 0; g < heads; ++g) prepare(head + g, to, g);
-        std::fill(to.dq.get(), to.dq.get() + heads * size, 0.0f);
-        for (int64_t j = 0; j < s.tiles; ++j) {
-            std::fill(to.dk.get(), to.dk.get() + TILE * s.padded, 0.0f);
-            std::fill(to.dv.get(), to.dv.get() + TILE * s.padded, 0.0f);
-            for (int64_t g = 0; g < heads; ++g)
-                for (int64_t t = j; t < s.tiles && visible.any(t, j); ++t)
-                    visible.pairs(t, j, s, [&](const Pair &p) { add(p, kv, j, g, to); });
-            for (int64_t r = 0; r < s.end(j) - j * TILE; ++r) {
-                std::copy_n(to.dk.get() + r * s.padded, s.d, row_of(dk, parts, part, j * TILE + r, s));
-                std::copy_n(to.dv.get() + r * s.padded, s.d, row_of(dv, parts, part, j * TILE + r, s));
-            }
+    // dk and dv (rows, padded) are added to.
+    void strip(int64_t kv, int64_t first, int64_t end, const HeadRows &k, const HeadRows &v, float *dk, float *dv,
+               Result to) {
+        const bool finite = q.load(x.q, kv, first, end, s, x.scale) & d.load(d_out, kv, first, end, s, 1) & k.finite;
+        if (!finite && end - first > 1) {  // hidden pairs count 0 times their values: each row a strip of its own
+            for (int64_t r = first; r < end; ++r) strip(kv, r, r + 1, k, v, dk, dv, to);
+            return;
         }
-        for (int64_t g = 0; g < heads; ++g)
-            for (int64_t r = 0; r < s.rows; ++r) {
-                float *const result = row_of(dq, x.q.heads, head + g, r, s);
-                for (int64_t i = 0; i < s.d; ++i) result[i] = to.dq[g * size + r * s.padded + i] * x.scale;
+        std::fill_n(delta.get(), s.columns, 0.0f);
+        std::fill_n(norm.get(), s.columns, 0.0f);
+        for (int64_t g = 0; g < s.heads; ++g)
+            for (int64_t r = 0; r < end - first; ++r) {
+                copy_rows(out, kv * s.heads + g, first + r, 1, s, 1, row.get());
+                Vector product = {};
+                for (int64_t i = 0; i < s.padded; i += LANES)
+                    product += load(row.get() + i) * load(d.row(g, r, s) + i);
+                delta[g * s.strip + r] = total(product);
+                norm[g * s.strip + r] = lse[(first + r) * x.q.heads + kv * s.heads + g];
+            }
+        std::fill_n(dq.get(), s.columns * s.padded, 0.0f);
+        paths.chunks(first, end, s, keys, [&](const Chunk &chunk) {
+            add(chunk, first, end, k.rows.get(), v.rows.get(), dk, dv);
+        });
+        for (int64_t g = 0; g < s.heads; ++g)
+            for (int64_t r = 0; r < end - first; ++r) {
+                float *const of_row = dq.get() + (g * s.strip + r) * s.padded;
+                for (int64_t i = 0; i < s.padded; ++i) of_row[i] *= x.scale;
+                write_row(of_row, to, kv * s.heads + g, first + r, s.d);
             }
     }
 
   private:
-    void prepare(int64_t head, Scratch &to, int64_t g) const {
-        const int64_t size = s.rows * s.padded;
-        copy_rows(x.q, head, 0, s.rows, s, x.scale, to.q.get() + g * size);
-        copy_rows(d_out, head, 0, s.rows, s, 1, to.d_out.get() + g * size);
-        for (int64_t r = 0; r < s.rows; ++r) {
-            copy_rows(out, head, r, 1, s, 1, to.row.get());
-            Vector product = {};
-            for (int64_t i = 0; i < s.padded; i += LANES)
-                product += load(to.row.get() + i) * load(to.d_out.get() + g * size + r * s.padded + i);
-            to.delta[g * s.rows + r] = total(product);
-            to.norm[g * s.rows + r] = lse[r * x.q.heads + head];
-        }
+    void add(const Chunk &chunk, int64_t first, int64_t end, const float *k, const float *v, float *dk, float *dv) {
+        const int64_t width = s.padded, columns = s.columns, n = chunk.n;
+        const float *const rows_k = chunk.rows(k, width, packed_k.get());
+        multiply(n, columns, width, rows_k, width, 1, q.transposed.get(), columns, probability.get(), columns, false);
+        multiply(n, columns, width, chunk.rows(v, width, packed_v.get()), width, 1, d.transposed.get(), columns,
+                 d_scores.get(), columns, false);
+        for (int64_t i = 0; i < n; ++i)
+            for (int64_t c = 0; c < columns; c += LANES) {
+                float *const p_at = probability.get() + i * columns + c, *const d_at = d_scores.get() + i * columns + c;
+                Vector p = exponential(load(p_at) - load(norm.get() + c));
+                Vector of_score = p * (load(d_at) - load(delta.get() + c));
+                if (i >= chunk.full) {
+                    const Integers seen = sees(first + c % s.strip, end, chunk.key[i], paths);
+                    p = seen ? p : Vector{};
+                    of_score = seen ? of_score : Vector{};
+                }
+                store(p_at, p);
+                store(d_at, of_score);
+            }
+        multiply(columns, width, n, d_scores.get(), 1, columns, rows_k, width, dq.get(), width, true);
+        gradient(chunk, probability.get(), d.rows.get(), packed_dv.get(), dv);
+        gradient(chunk, d_scores.get(), q.rows.get(), packed_dk.get(), dk);
     }
 
-    void add(const Pair &p, int64_t kv, int64_t j, int64_t g, Scratch &to) const {
-        const int64_t rows = p.end - p.first, at = g * s.rows + p.first, width = s.padded, shift = p.column * width;
-        const float *const q = to.q.get() + at * width, *const d = to.d_out.get() + at * width;
-        float *const probability = to.probability.get(), *const d_scores = to.d_scores.get();
-        multiply(rows, p.columns, width, q, width, 1, k.columns_of(kv, j) + p.column, TILE, probability, TILE, false);
-        multiply(rows, p.columns, width, d, width, 1, v.columns_of(kv, j) + p.column, TILE, d_scores, TILE, false);
-        for (int64_t r = 0; r < rows; ++r)
-            for (int64_t c = 0; c < p.columns; c += LANES) {
-                float *const p_at = probability + r * TILE + c, *const d_at = d_scores + r * TILE + c;
-                Vector e = exponential(load(p_at) - to.norm[at + r]);
-                if (!p.full) e = visible.sees(p.first + r, j * TILE + p.column + c) ? e : Vector{};
-                store(p_at, e);
-                store(d_at, e * (load(d_at) - to.delta[at + r]));
-            }
-        multiply(rows, width, p.columns, d_scores, TILE, 1, k.rows_of(kv, j) + shift, width, to.dq.get() + at * width,
-                 width, true);
-        multiply(p.columns, width, rows, probability, 1, TILE, d, width, to.dv.get() + shift, width, true);
-        multiply(p.columns, width, rows, d_scores, 1, TILE, q, width, to.dk.get() + shift, width, true);
+    // to (rows, padded), in the rows of the chunk's keys, += weights (n, columns) rows (columns, padded)
+    void gradient(const Chunk &chunk, const float *weights, const float *rows, float *packed, float *to) const {
+        const int64_t width = s.padded;
+        float *const together = to + chunk.key[0] * width;
+        const bool in_place = chunk.together();
+        multiply(chunk.n, width, s.columns, weights, s.columns, 1, rows, width, in_place ? together : packed, width,
+                 in_place);
+        if (!in_place)
+            for (int64_t i = 0; i < chunk.n; ++i)
+                for (int64_t j = 0; j < width; j += LANES) {
+                    float *const at = to + chunk.key[i] * width + j;
+                    store(at, load(at) + load(packed + i * width + j));
+                }
     }
 };
 
-void backward(const TreeAttention &x, Heads d_out, Heads out, const float *lse, float *dq, float *dk, float *dv) {
-    const Backward work(x, d_out, out, lse);
-    const int64_t group = x.q.heads / x.k.heads;
-    // With few key heads for the threads a task is one query head, and the parts of dk and dv are added up afterwards.
-    const int64_t heads = x.k.heads % x.threads == 0 ? group : 1, tasks = x.q.heads / heads;
-    const bool in_parts = heads < group;
-    const int64_t part_floats = in_parts ? x.rows * tasks * x.d : 0;
-    const Buffer dk_parts = buffer(part_floats), dv_parts = buffer(part_floats);
-    float *const dk_to = in_parts ? dk_parts.get() : dk, *const dv_to = in_parts ? dv_parts.get() : dv;
+// Strips of about equal work for each part: strip bounds[p] is the first of part p.
+std::vector<int64_t> bounds_of(int parts, const Shape &s, const Paths &paths) {
+    std::vector<int64_t> work(s.strips + 1), bounds(parts + 1);
+    for (int64_t i = 0; i < s.strips; ++i) work[i + 1] = work[i] + paths.length[i * s.strip] + s.strip;
+    for (int p = 0; p <= parts; ++p)
+        bounds[p] = std::lower_bound(work.begin(), work.end(), work.back() * p / parts) - work.begin();
+    return bounds;
+}
+
+void backward(const TreeAttention &x, Heads d_out, Heads out, const float *lse, Result dq, Result dk, Result dv) {
+    const Shape s(x);
+    const Paths paths(x);
+    const int parts = (int)std::clamp<int64_t>(s.strips, 1, x.threads);
+    const auto bounds = bounds_of(parts, s, paths);
+    const int64_t size = s.rows * s.padded;
+    HeadRows k(s), v(s);
+    const Buffer part_dk = buffer(parts * size), part_dv = buffer(parts * size);  // added up in their order
 #pragma omp parallel num_threads(x.threads)
     {
-        Backward::Scratch scratch(heads, work.s);
-#pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < tasks; ++task)
-            work.run(task * heads, heads, dq, dk_to, dv_to, tasks, task, scratch);
-        if (in_parts) {
-#pragma omp for collapse(2) schedule(static)
-            for (int64_t r = 0; r < x.rows; ++r)
-                for (int64_t h = 0; h < x.k.heads; ++h)
-                    for (auto [parts, sum] : {std::pair(dk_to, dk), std::pair(dv_to, dv)}) {
-                        float *const to = row_of(sum, x.k.heads, h, r, work.s);
-                        std::fill(to, to + x.d, 0.0f);
-                        for (int64_t g = 0; g < group; ++g) {
-                            const float *const part = row_of(parts, tasks, h * group + g, r, work.s);
-                            for (int64_t i = 0; i < x.d; ++i) to[i] += part[i];
-                        }
-                    }
+        Backward work(x, s, paths, d_out, out, lse);
+        for (int64_t kv = 0; kv < x.k.heads; ++kv) {
+            k.load(x.k, kv, s), v.load(x.v, kv, s);
+#pragma omp for schedule(static, 1)
+            for (int p = 0; p < parts; ++p) {
+                float *const dk_here = part_dk.get() + p * size, *const dv_here = part_dv.get() + p * size;
+                std::fill_n(dk_here, size, 0.0f);
+                std::fill_n(dv_here, size, 0.0f);
+                for (int64_t i = bounds[p]; i < bounds[p + 1]; ++i)
+                    work.strip(kv, i * s.strip, std::min((i + 1) * s.strip, s.rows), k, v, dk_here, dv_here, dq);
+            }
+#pragma omp for schedule(static)
+            for (int64_t row = 0; row < s.rows; ++row)
+                for (auto [from, to] : {std::pair(part_dk.get(), dk), std::pair(part_dv.get(), dv)}) {
+                    float *const sum = from + row * s.padded;
+                    for (int p = 1; p < parts; ++p)
+                        for (int64_t j = 0; j < s.padded; ++j) sum[j] += sum[p * size + j];
+                    write_row(sum, to, kv, row, s.d);
+                }
         }
     }
 }

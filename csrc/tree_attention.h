@@ -1,4 +1,4 @@
-// Causal attention over a prefix tree, forward and backward, in tiles that stay in cache.
+// Causal attention over a prefix tree, forward and backward, in strips of queries and chunks of keys that stay in cache.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +9,13 @@ namespace spiral {
 struct Heads {
     const void *data;  // float32, or bfloat16 bits
     int64_t heads, row_stride, head_stride;
+    bool is_bf16;
+};
+
+// (rows, heads, D), contiguous.
+struct Result {
+    void *data;  // float32, or bfloat16 bits
+    int64_t heads;
     bool is_bf16;
 };
 
@@ -23,9 +30,9 @@ struct TreeAttention {
 
 struct TreeKernels {
     // out (T, Hq, D), lse (T, Hq)
-    void (*forward)(const TreeAttention &, float *out, float *lse);
-    // dq (T, Hq, D), dk and dv (T, Hkv, D); no more than Hq threads have work
-    void (*backward)(const TreeAttention &, Heads d_out, Heads out, const float *lse, float *dq, float *dk, float *dv);
+    void (*forward)(const TreeAttention &, Result out, float *lse);
+    // dq (T, Hq, D), dk and dv (T, Hkv, D)
+    void (*backward)(const TreeAttention &, Heads d_out, Heads out, const float *lse, Result dq, Result dk, Result dv);
 };
 
 namespace base { extern const TreeKernels tree_kernels; }

@@ -22,10 +22,15 @@ const TreeKernels &tree_kernels() {
 }  // namespace spiral
 
 using Tensor = nb::ndarray<nb::ro, nb::ndim<3>, nb::device::cpu>;  // (T, H, D), float32 or bfloat16
+using Writable = nb::ndarray<nb::ndim<3>, nb::c_contig, nb::device::cpu>;       // the same, contiguous
 template <typename T, size_t N> using Array = nb::ndarray<T, nb::ndim<N>, nb::c_contig, nb::device::cpu>;
 
+static bool of_bf16(nb::dlpack::dtype type) {
+    return type.code == (uint8_t)nb::dlpack::dtype_code::Bfloat && type.bits == 16;
+}
+
 static spiral::Heads heads_of(const Tensor &x) {
-    const bool is_bf16 = x.dtype().code == (uint8_t)nb::dlpack::dtype_code::Bfloat && x.dtype().bits == 16;
+    const bool is_bf16 = of_bf16(x.dtype());
     if (!is_bf16 && x.dtype() != nb::dtype<float>()) throw nb::value_error("float32 or bfloat16");
     if (x.shape(2) > 1 && x.stride(2) != 1) throw nb::value_error("stride 1 in D");
     return {x.data(), (int64_t)x.shape(1), x.stride(0), x.stride(1), is_bf16};
@@ -41,26 +46,32 @@ static spiral::TreeAttention attention_of(const Tensor &q, const Tensor &k, cons
             (float)scale, threads};
 }
 
-static void need_shape(const Array<float, 3> &x, const Tensor &like) {
+static spiral::Result result_of(const Writable &x, const Tensor &like) {
+    const bool is_bf16 = of_bf16(x.dtype());
+    if (!is_bf16 && x.dtype() != nb::dtype<float>()) throw nb::value_error("a result of float32 or bfloat16");
     if (x.shape(0) != like.shape(0) || x.shape(1) != like.shape(1) || x.shape(2) != like.shape(2))
         throw nb::value_error("a result of another shape");
+    return {x.data(), (int64_t)x.shape(1), is_bf16};
 }
 
-static void forward(Tensor q, Tensor k, Tensor v, Array<const int32_t, 1> visible_until, double scale,
-                    Array<float, 3> out, Array<float, 2> lse, int threads) {
+static void forward(Tensor q, Tensor k, Tensor v, Array<const int32_t, 1> visible_until, double scale, Writable out,
+                    Array<float, 2> lse, int threads) {
     const auto x = attention_of(q, k, v, visible_until, scale, threads);
-    need_shape(out, q);
     if (lse.shape(0) != q.shape(0) || lse.shape(1) != q.shape(1)) throw nb::value_error("lse (T, Hq)");
-    spiral::tree_kernels().forward(x, out.data(), lse.data());
+    spiral::tree_kernels().forward(x, result_of(out, q), lse.data());
 }
 
 static void backward(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Array<const float, 2> lse,
-                     Array<const int32_t, 1> visible_until, double scale, Array<float, 3> dq, Array<float, 3> dk,
-                     Array<float, 3> dv, int threads) {
+                     Array<const int32_t, 1> visible_until, double scale, Writable dq, Writable dk, Writable dv,
+                     int threads) {
     const auto x = attention_of(q, k, v, visible_until, scale, threads);
-    need_shape(dq, q), need_shape(dq, d_out), need_shape(dq, out), need_shape(dk, k), need_shape(dv, v);
+    const auto to = result_of(dq, q);
+    for (const auto *other : {&d_out, &out})
+        if (other->shape(0) != q.shape(0) || other->shape(1) != q.shape(1) || other->shape(2) != q.shape(2))
+            throw nb::value_error("d_out and out (T, Hq, D)");
     if (lse.shape(0) != q.shape(0) || lse.shape(1) != q.shape(1)) throw nb::value_error("lse (T, Hq)");
-    spiral::tree_kernels().backward(x, heads_of(d_out), heads_of(out), lse.data(), dq.data(), dk.data(), dv.data());
+    spiral::tree_kernels().backward(x, heads_of(d_out), heads_of(out), lse.data(), to, result_of(dk, k),
+                                    result_of(dv, v));
 }
 
 void define_tree_attention(nb::module_ &m) {

@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from spiral_kernels import BackendError, PrefixTree, TreePlan
+from spiral_kernels import BackendError, PrefixTree, TreePlan, force_backend, tree_attention
 from spiral_kernels.tree_attention import reference, triton_kernels, triton_tiles
 from tests.kernels.tree_nodes import nodes_of
 
@@ -86,9 +86,25 @@ def test_heads_sizes_and_dtypes(heads, d, dtype):
 
 def test_heads_too_large_are_refused():
     plan = plan_of(nodes_of([-1], [2]))
-    _, q, k, v = inputs(plan, (1, 1), 257)
-    with pytest.raises(BackendError, match="D up to 256, got 257"):
-        triton_kernels.forward(q, k, v, plan, 0.1)
+    force_backend("triton", "tree_attention")
+    try:
+        for d in (256, 257):
+            _, q, k, v = inputs(plan, (1, 1), d)
+            if d == 256:
+                assert tree_attention(q, k, v, plan).shape == q.shape
+            else:
+                with pytest.raises(BackendError, match="serves D up to 256, got D = 257; force_backend"):
+                    tree_attention(q, k, v, plan)
+    finally:
+        force_backend(None, "tree_attention")
+
+
+def test_rows_times_heads_are_32_bit():
+    plan = plan_of(nodes_of([-1], [2]))
+    q = torch.empty(2, 1, 1).expand(2, 2**24, 1)
+    k = torch.empty(2, 1, 1)
+    with pytest.raises(BackendError, match="numbers rows x heads in 32 bits, got 2 x 16777216"):
+        triton_kernels.backward(q, q, k, k, q, torch.empty(2, 1).expand(2, 2**24), plan, 0.1)
 
 
 def test_split_tiles_are_the_sum_of_their_parts(monkeypatch):

@@ -184,6 +184,33 @@ def test_a_perturbed_sibling_leaves_the_others_bit_equal(backend, dtype):
         assert torch.equal(mine[siblings], its[siblings])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("where", ["q", "k", "v", "d_out"])
+def test_what_is_not_finite_stays_with_the_rows_that_see_it(backend, where, dtype):
+    """inf, -inf and nan (of any bits) in a row: no other trace's result or gradient changes."""
+    need_dtype(backend, dtype)
+    if backend == "cascade":
+        pytest.skip("a hidden key counts 0 times its value there")
+    nodes = tree_of([-1, 0, 0, 2, 2, 0, -1], [40, 30, 17, 64, 3, 65, 20])
+    mask = sees(nodes)
+    qkv, d_out = inputs(len(mask), (4, 2), dtype=dtype)
+    clean = ours(qkv, d_out, nodes)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 1e-3}
+    odd_nan = torch.tensor([0x7FC10001], dtype=torch.int32).view(torch.float32).item()
+    for row, value in ((75, float("inf")), (90, float("-inf")), (90, float("nan")), (149, odd_nan), (233, odd_nan)):
+        changed = {name: x.detach().clone() for name, x in zip(("q", "k", "v", "d_out"), (*qkv, d_out), strict=True)}
+        changed[where][row, 1, 3] = value
+        found = ours([changed[name].requires_grad_() for name in ("q", "k", "v")], changed["d_out"], nodes)
+        queries = mask[:, row] if where in ("k", "v") else torch.arange(len(mask)) == row
+        keys = mask[queries].any(0)  # read by a query that the value reaches
+        for name, mine, expected in zip(("out", "dq", "dk", "dv"), found, clean, strict=True):
+            reached = keys if name in ("dk", "dv") else queries
+            torch.testing.assert_close(mine[~reached].float(), expected[~reached].float(), **tolerance)
+            if value != value and not (name == "out" and where == "d_out") and not (name == "dv" and where == "v"):
+                of_row = mine[row].isnan().any(-1)
+                assert of_row.any(), f"{name} must be nan where {where} is"
+
+
 def test_permuted_siblings_have_the_same_gradient(backend):
     lengths = [31, 20, 7, 40]  # a root and its children
     nodes = tree_of([-1, 0, 0, 0], lengths)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from spiral_kernels.dispatch import choose_backend, register_backends
+from spiral_kernels.dispatch import BackendError, choose_backend, register_backends
 from spiral_kernels.linear_logprob import native_why_not, triton_why_not
 from spiral_kernels.prefix_tree import PrefixTree
 from spiral_kernels.tree_attention.plan import DTYPES, TreePlan
@@ -29,6 +29,8 @@ BACKENDS = {
     "reference": "spiral_kernels.tree_attention.reference",
 }
 
+TRITON_MAX_D = 256
+
 
 def tree_attention(
     q: Tensor, k: Tensor, v: Tensor, tree: PrefixTree | TreePlan | Sequence, *, scale: float | None = None
@@ -44,11 +46,14 @@ def tree_attention(
     The backward keeps q, k, v, the result and one number per row and head, nothing under no_grad. Softmax and sums in
     float32 (float64 for float64). Deterministic. The gradient has no gradient of its own.
 
-    A row does not depend on rows that it does not see, as long as these are finite and their products too: a hidden key
-    counts 0 times its value, so inf or nan in one trace may reach rows of others that are computed with it in a tile.
+    A row does not depend on rows that it does not see, whatever they hold: inf and nan of one trace stay with the rows
+    that see them (and cost time: 16 times and more). Not so with the backends triton and cascade, where a hidden key
+    counts 0 times its value.
+
+    The Triton kernels are made for D up to 128: up to 256 they work, but keep registers in memory.
 
     Raises ValueError on shapes, dtypes, devices or nodes that do not fit, BackendError if a forced backend cannot
-    serve.
+    serve, or on CUDA D is above 256.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
@@ -57,6 +62,11 @@ def tree_attention(
     _check(q, k, v, plan)
     scale = _scale(scale, q.shape[-1])
     backend = choose_backend("tree_attention", q.device, q.dtype)
+    if backend == "triton" and q.shape[-1] > TRITON_MAX_D:
+        raise BackendError(
+            f"tree_attention: backend 'triton' serves D up to {TRITON_MAX_D}, got D = {q.shape[-1]}; "
+            "force_backend('reference', 'tree_attention') serves any"
+        )
     if len(q) and ((backend == "triton" and not plan.tiles) or (backend == "cascade" and not plan.levels.tensors)):
         raise ValueError(f"tree_attention: the plan was made when backend {backend!r} would not serve; make it again")
     out, _ = torch.ops.spiral_kernels.tree_attention(q, k, v, plan.tensors, scale, backend)

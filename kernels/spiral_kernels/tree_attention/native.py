@@ -1,9 +1,8 @@
 """tree_attention in C++ (csrc/tree_attention.cpp): CPU, float32 and bfloat16, torch's number of threads.
 
-Tiles of 64 queries and 64 keys of a head; tiles in which nothing is visible are skipped, partly visible ones done in
-strips of rows with the keys that these see. All arithmetic in float32. Beyond the results: k twice and v once in
-float32 (the backward: both twice), and in the backward for each thread the queries and gradients of the heads that it
-works on. Runs of the same number of threads are bit-equal.
+Strips of 16 queries, those of all heads that read a key head at once, walk the keys that they see: their path, packed
+where siblings' subtrees lie between. All arithmetic in float32. Beyond the results: k and v of one key head in float32,
+the backward their gradients too, for each thread. Runs of the same number of threads are bit-equal.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from spiral_kernels.tree_attention.plan import TreePlan
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, plan: TreePlan, scale: float) -> tuple[Tensor, Tensor]:
-    out, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
+    out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2])
     _native.tree_attention_forward(q, k, v, plan.visible_until, scale, out, lse, torch.get_num_threads())
     return out, lse
 
@@ -24,7 +23,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: TreePlan, scale: float) -> tu
 def backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: TreePlan, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    gradients = tuple(torch.empty(x.shape) for x in (q, k, v))
+    gradients = tuple(torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
     threads = torch.get_num_threads()
     _native.tree_attention_backward(d_out, q, k, v, out, lse, plan.visible_until, scale, *gradients, threads)
     return gradients

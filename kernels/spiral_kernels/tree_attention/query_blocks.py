@@ -23,7 +23,7 @@ BLOCK = 64  # query rows
 def forward(q: Tensor, k: Tensor, v: Tensor, plan: TreePlan, scale: float) -> tuple[Tensor, Tensor]:
     dtype = accumulation_dtype(q.dtype)
     out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2], dtype=dtype)
-    for rows, keys, mask in _blocks(plan.visible_until, dtype):
+    for rows, keys, mask in _blocks(plan.visible_until, dtype, q, k, v):
         out[rows], lse[rows] = attend(q[rows], k[keys], v[keys], scale, mask=mask)
     return out, lse
 
@@ -32,7 +32,7 @@ def backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: TreePlan, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = torch.empty(q.shape, dtype=q.dtype), *(torch.zeros(x.shape, dtype=lse.dtype) for x in (k, v))
-    for rows, keys, mask in _blocks(plan.visible_until, lse.dtype):
+    for rows, keys, mask in _blocks(plan.visible_until, lse.dtype, d_out, q, k, v):
         arguments = d_out[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], scale
         dq[rows], dk_block, dv_block = attend_backward(*arguments, mask=mask)
         dk.index_add_(0, keys, dk_block)
@@ -40,12 +40,16 @@ def backward(
     return dq, dk, dv
 
 
-def _blocks(visible_until: Tensor, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """(rows, keys, mask (rows, keys) to add to the scores: 0 or -inf) of each block."""
+def _blocks(visible_until: Tensor, dtype: torch.dtype, *values: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """(rows, keys, mask (rows, keys) to add to the scores: 0 or -inf) of each block.
+
+    A hidden pair counts 0 times its values: where these are not all finite, each row is a block, without hidden pairs.
+    """
     n_rows = visible_until.shape[0]
     every_row = torch.arange(n_rows)
-    for first in range(0, n_rows, BLOCK):
-        rows = slice(first, min(first + BLOCK, n_rows))
+    block = BLOCK if all(x.isfinite().all() for x in values) else 1
+    for first in range(0, n_rows, block):
+        rows = slice(first, min(first + block, n_rows))
         keys = torch.cat([(visible_until[:first] > first).nonzero()[:, 0], every_row[rows]])
         row = every_row[rows, None]
         hidden = (keys > row) | (visible_until[keys] <= row)

@@ -14,9 +14,10 @@ from spiral_kernels.tree_attention.plan import TreePlan
 def forward(q: Tensor, k: Tensor, v: Tensor, plan: TreePlan, scale: float) -> tuple[Tensor, Tensor]:
     """q (T, Hq, D), k and v (T, Hkv, D). out (T, Hq, D) as q; lse (T, Hq), natural log, float32 or float64."""
     q, k, v = (_heads(x, q.shape[1], accumulation_dtype(q.dtype)) for x in (q, k, v))
-    scores = _scores(q, k, plan, scale)
+    sees = _sees(plan)
+    scores = (q @ k.mT * scale).masked_fill(~sees, float("-inf"))
     lse = scores.logsumexp(-1)
-    out = torch.exp(scores - lse[..., None]) @ v
+    out = _product(torch.exp(scores - lse[..., None]), v, sees)
     return out.movedim(0, 1), lse.movedim(0, 1)
 
 
@@ -29,9 +30,15 @@ def backward(
     """
     n_heads, n_key_heads = q.shape[1], k.shape[1]
     d_out, q, k, v, out = (_heads(x, n_heads, lse.dtype) for x in (d_out, q, k, v, out))
-    probability = torch.exp(_scores(q, k, plan, scale) - lse.movedim(0, 1)[..., None])
+    sees = _sees(plan)
+    probability = torch.exp(q @ k.mT * scale - lse.movedim(0, 1)[..., None]).masked_fill(~sees, 0)
     d_scores = probability * (d_out @ v.mT - (d_out * out).sum(-1, keepdim=True)) * scale
-    dq, dk, dv = d_scores @ k, d_scores.mT @ q, probability.mT @ d_out
+    d_scores = d_scores.masked_fill(~sees, 0)
+    dq, dk, dv = (
+        _product(d_scores, k, sees),
+        _product(d_scores.mT, q, sees.mT),
+        _product(probability.mT, d_out, sees.mT),
+    )
     dk, dv = (x.unflatten(0, (n_key_heads, -1)).sum(1) for x in (dk, dv))
     return dq.movedim(0, 1), dk.movedim(0, 1), dv.movedim(0, 1)
 
@@ -45,8 +52,16 @@ def _heads(x: Tensor, n_heads: int, dtype: torch.dtype) -> Tensor:
     return x.movedim(1, 0).to(dtype).repeat_interleave(n_heads // x.shape[1], 0)
 
 
-def _scores(q: Tensor, k: Tensor, plan: TreePlan, scale: float) -> Tensor:
-    """(Hq, T, T), -inf where the query does not see the key."""
-    row = torch.arange(q.shape[1], device=q.device)
-    sees = (row[None, :] <= row[:, None]) & (row[:, None] < plan.visible_until)
-    return (q @ k.mT * scale).masked_fill(~sees, float("-inf"))
+def _sees(plan: TreePlan) -> Tensor:
+    """(T, T) bool: which keys each query sees."""
+    row = torch.arange(len(plan.visible_until), device=plan.visible_until.device)
+    return (row <= row[:, None]) & (row[:, None] < plan.visible_until)
+
+
+def _product(weights: Tensor, values: Tensor, counts: Tensor) -> Tensor:
+    """weights (H, M, K) @ values (H, K, N), where a pair that does not count adds nothing, not 0 times inf or nan."""
+    finite = values.isfinite().all(-1).all(0)
+    result = weights @ values.masked_fill(~finite[:, None], 0)
+    for row in (~finite).nonzero()[:, 0].tolist():
+        result = result + torch.where(counts[:, row, None], weights[:, :, row, None] * values[:, None, row], 0)
+    return result

@@ -127,7 +127,9 @@ def d_key_kernel(
             n_tiles = tl.load(item + 2) - first - n_tiles
             key = first_key + tl.arange(0, BLOCK_K)
             until = tl.load(visible_until_ptr + key, mask=key < rows, other=0)
-        for i in range(n_tiles * STEPS):
+        # Registers are short: without masks the next block is loaded ahead, with them (few tiles) it is waited for, and
+        # neither loop keeps what it can compute again.
+        for i in tl.range(n_tiles * STEPS, num_stages=1 if MASKED else None, disable_licm=True):
             tile = i // STEPS
             if MASKED:  # the tiles before the full ones, then those after
                 tile += first
@@ -137,13 +139,13 @@ def d_key_kernel(
             head = kv_head * (HQ // HKV) + i % (HQ // HKV)
             first_query = tile * TILE_Q + i % STEPS // (HQ // HKV) * BLOCK_Q
             query = first_query + tl.arange(0, BLOCK_Q)
-            of_head = tl.cast(head, tl.int64) * padded + query
+            of_head = head * padded + query
             q = load_rows(q_ptr + head * D, first_query, rows, BLOCK_Q, HQ * D, D, BLOCK_D, MASKED, UPCAST)
-            scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * LOG2_E)  # (keys, queries)
+            scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)  # (keys, queries)
             if MASKED:
                 sees = (key[:, None] <= query[None, :]) & (query[None, :] < until[:, None])
                 scores = tl.where(sees, scores, float("-inf"))
-            probability = tl.exp2(scores - tl.load(lse_2_ptr + of_head)[None, :])
+            probability = tl.exp2(scores * (scale * LOG2_E) - tl.load(lse_2_ptr + of_head)[None, :])
             d_out = load_rows(d_out_ptr + head * D, first_query, rows, BLOCK_Q, HQ * D, D, BLOCK_D, MASKED, UPCAST)
             d_probability = tl.dot(v, tl.trans(d_out), input_precision=PRECISION)
             d_scores = probability * (d_probability - tl.load(delta_ptr + of_head)[None, :])

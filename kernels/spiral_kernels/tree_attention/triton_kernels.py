@@ -22,8 +22,6 @@ from spiral_kernels.tree_attention.triton_backward import d_key_kernel, d_query_
 from spiral_kernels.tree_attention.triton_forward import LOG2_E, forward_kernel
 from spiral_kernels.tree_attention.triton_tiles import LISTED, SPANNED, Tiles
 
-MAX_D = 256
-
 
 class Blocks(NamedTuple):
     """What a program handles at once, and how; chosen by registers, spills and shared memory of the sm_90 code."""
@@ -78,10 +76,13 @@ def backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: TreePlan, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As reference.py: dq, dk, dv of the shapes and dtype of q, k, v. Extra memory: delta, and parts of few tiles."""
-    d_out, q, k, v, out, lse = (x.contiguous() for x in (d_out, q, k, v, out, lse))
     tiles, choice = Tiles(*plan.tiles), _choice(q)
-    dq, dk, dv = map(torch.empty_like, (q, k, v))
     padded = len(tiles.queries) * LISTED[0]
+    if q.shape[1] * padded >= 2**31:
+        found = f"{len(q)} x {q.shape[1]}"
+        raise BackendError(f"tree_attention: backend 'triton' numbers rows x heads in 32 bits, got {found}")
+    d_out, q, k, v, out, lse = (x.contiguous() for x in (d_out, q, k, v, out, lse))
+    dq, dk, dv = map(torch.empty_like, (q, k, v))
     lse_2, delta = (lse.new_empty((q.shape[1], padded)) for _ in range(2))
     n_parts = len(tiles.parts)
     part_dk, part_dv = (k.new_empty((n_parts, SPANNED[1], *k.shape[1:]), dtype=torch.float32) for _ in range(2))
@@ -167,6 +168,4 @@ def _padded(x: Tensor) -> int:
 
 
 def _choice(q: Tensor) -> Choice:
-    if q.shape[2] > MAX_D:
-        raise BackendError(f"tree_attention: backend 'triton' serves D up to {MAX_D}, got {q.shape[2]}")
     return CHOICES[q.element_size(), max(64, _padded(q))]
