@@ -86,7 +86,7 @@ def cross_pair(
     named = {label: str(folder) if folder else config.model.adapter for label, folder in (search | aggregation).items()}
     roles = {role: list(labels) for role, labels in checkpoints.items()}
     store = Store(folder, identity(config, named, problems) | {"roles": roles})
-    engine = make_engine(config, parts.loaded)
+    engine = make_engine(config, parts.loaded, say=lambda text: console.line(text))
     in_place, version = None, 0
 
     def use(label: str) -> None:

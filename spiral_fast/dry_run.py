@@ -9,6 +9,8 @@ from spiral_fast.config import Config
 from spiral_fast.credit import credit_of
 from spiral_fast.problems.counts import count_lines
 from spiral_fast.rewards import make_grader
+from spiral_fast.rollout.chosen import chosen_engine
+from spiral_fast.rollout.make_engine import make_engine
 from spiral_fast.set_up import set_up
 
 
@@ -18,6 +20,9 @@ def dry_run(config: Config) -> None:
     with make_grader(config):  # a reward function is imported and checked
         pass
     credit_of(config)  # so is a diversity function
+    engine = chosen_engine(config.rollout, cuda=parts.loaded.causal_lm.device.type == "cuda")
+    if engine == "sglang":
+        make_engine(config, parts.loaded).close()  # asks and starts nothing yet
     say = Console(highlight=False, soft_wrap=True)
 
     def heading(text: str) -> None:
@@ -38,6 +43,8 @@ def dry_run(config: Config) -> None:
     show(f"{name} on {model.device}: {trained:,} trained of {total:,} parameters")
     show(f"end-of-sequence ids {sorted(parts.loaded.eos_token_ids)}, context {parts.loaded.max_context:,} tokens")
     rollout, worst = config.rollout, parts.worst
+    where = f", servers {', '.join(rollout.servers)}" if rollout.servers else ""
+    show(f"rollout engine {engine}{where}")
     heading("lengths, tokens")
     show(f"longest search prompt {worst.search_prompt:,} + {rollout.search_max_new_tokens:,} new")
     if worst.aggregation_prompt:

@@ -82,7 +82,7 @@ def evaluate_adapter(
     missing = [number for number in mine if not store.has(number)]
     if len(missing) < len(mine) and not resume:
         raise ConfigError(f"--out: {str(folder)!r} holds traces of this shard already; go on with them: --resume")
-    engine = make_engine(config, parts.loaded)
+    engine = make_engine(config, parts.loaded, say=lambda text: console.line(text))
     try:
         with make_grader(config) as grader, Console() as console:
             per_problem = n_traces(config)

@@ -29,7 +29,10 @@ def verify(config: Config, json: Path | None) -> bool:
     with Console() as console:
         parts = set_up(config)
         subject = Subject(config, parts)
-        results = run_checks(subject, console.progress("verify"))
+        try:
+            results = run_checks(subject, console.progress("verify"))
+        finally:
+            subject.close()
     seconds = time.monotonic() - start
     failed = [name for name, result in results.items() if result.status == "fail"]
     console.rich.print(_table(results))

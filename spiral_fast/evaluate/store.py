@@ -48,6 +48,7 @@ SCHEMA = pa.schema(
         ("text", pa.string()),
     ]
 )
+ELSEWHERE = ("servers", "sglang")  # keys of `rollout` that say where, and not what, is sampled
 NOT_SAMPLED = ("every", "pass_at", "majority_at", "bootstrap")  # keys of `evaluate` that change no trace
 
 
@@ -66,7 +67,7 @@ def identity(config: Config, adapters: dict[str, str | None], problems: Sequence
         "model": model,
         "adapter": {label: adapter_digest(folder) for label, folder in adapters.items()},
         "problems": digest(problems),
-        "rollout": whole["rollout"],
+        "rollout": {key: value for key, value in whole["rollout"].items() if key not in ELSEWHERE},
         "reward": {key: whole["reward"][key] for key in ("kind", "function", "correct_at")},
         "evaluate": evaluate,
     }

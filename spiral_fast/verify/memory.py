@@ -40,8 +40,12 @@ def memory_for_the_largest_step(subject: Subject) -> Result:
         note += f"; extrapolated from {share:.0%} of both (the machine is slow)"
     weights = sum(p.numel() * p.element_size() for p in subject.loaded.causal_lm.parameters())
     cache = subject.config.rollout.cache_tokens * _cache_bytes_per_token(subject)
+    if subject.on_servers:
+        cache, held = 0, "; an SGLang server's own memory is not looked at"
+    else:
+        held = f"; a full cache takes {_gb(cache)}"
     needed, there = max(peak, weights + cache), memory_of(device)
-    note += f"; a full cache takes {_gb(cache)}"
+    note += held
     values = {"peak": peak, "cache": cache, "device": there, "share": share}
     kind = "allocated on the GPU" if device.type == "cuda" else "resident"
     return Result(PASS if needed <= there else FAIL, f"{_gb(peak)} {kind}", f"<= {_gb(there)}", note, values)

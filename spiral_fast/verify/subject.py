@@ -6,7 +6,8 @@ How much is sampled follows from the speed measured here; `shortened` says what 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, zip_longest
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from spiral_fast.config import Config
 from spiral_fast.learner.learner import Learner, Row
 from spiral_fast.problems import Draws
+from spiral_fast.rollout.chosen import chosen_engine
 from spiral_fast.rollout.engine import Engine
 from spiral_fast.rollout.make_engine import make_engine
 from spiral_fast.rollout.two_stage import roll_out
@@ -45,14 +47,42 @@ class Subject:
         self.limit = 0  # L_max of these traces
         self.shortened = ""  # what they lack
         self.learner_tokens_per_s = 0.0
+        self._on_servers: Engine | None = None  # kept: a server takes long to start
+        self._version = 0
 
     @property
     def dtype(self) -> torch.dtype:
         return self.loaded.causal_lm.get_output_embeddings().weight.dtype
 
+    @property
+    def on_servers(self) -> bool:
+        """The engine computes with weights of its own, in the dtype they were loaded in."""
+        return chosen_engine(self.config.rollout, cuda=self.loaded.causal_lm.device.type == "cuda") == "sglang"
+
     def new_engine(self) -> Engine:
-        """An engine of the run over the learner's weights, its cache empty."""
         return make_engine(self.config, self.loaded)
+
+    @contextmanager
+    def engine(self) -> Iterator[Engine]:
+        """An engine of the run over the learner's present weights, its cache empty."""
+        engine = self._on_servers or self.new_engine()
+        if self.on_servers:
+            self._on_servers = engine
+        try:
+            self.update(engine)
+            yield engine
+        finally:
+            if engine is not self._on_servers:
+                engine.close()
+
+    def update(self, engine: Engine) -> None:
+        """The learner's weights have changed."""
+        self._version += 1
+        engine.set_policy(self._version)
+
+    def close(self) -> None:
+        if self._on_servers:
+            self._on_servers.close()
 
     def measure(self) -> None:
         """Sample as many traces, as long as they fit the time, and see how fast the learner is."""
@@ -82,10 +112,8 @@ class Subject:
             "n_aggregations": min(1, rollout.n_aggregations),
         }
         config = self.config.model_copy(update={"rollout": rollout.model_copy(update=changes)})
-        engine = self.new_engine()
-        with self.learner.rollout_weights():
+        with self.engine() as engine, self.learner.rollout_weights():
             rollouts = roll_out(engine, self.prompts, drawn, config)
-        engine.close()
         return [trace for each in rollouts for trace in each.traces()]
 
     def rows(self, traces: Sequence[Trace]) -> list[Row]:
