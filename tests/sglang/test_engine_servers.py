@@ -1,13 +1,11 @@
-"""The engine with a server of its own, beside another one, through a kill -9, and in a whole run."""
+"""The engine with a server of its own, through a kill -9, and with two servers."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import stat
 import subprocess
-import sys
 import threading
 from collections import defaultdict
 from pathlib import Path
@@ -15,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spiral_fast.config import Config, load_config
+from spiral_fast.config import Config
 from spiral_fast.learner.model import LoadedModel
 from spiral_fast.learner.policy_source import PolicySource
 from spiral_fast.rollout.engine import generate
@@ -23,7 +21,6 @@ from spiral_fast.rollout.make_engine import make_engine
 from spiral_fast.rollout.sglang.connection import ByUrl
 from spiral_fast.rollout.sglang.engine import SglangEngine
 from spiral_fast.rollout.two_stage import roll_out
-from spiral_fast.train import train
 from tests.sglang.processes import family, none_left
 from tests.sglang.test_engine import PROBLEMS, TreePrompts, gaps, random_prompts, request
 from tests.sglang.tiny_server import draw_adapter, load, make_config
@@ -146,31 +143,3 @@ def test_problems_stay_on_one_of_two_servers_and_load_them_evenly(server, start_
     even = (engine.counts.prompt + engine.counts.generated - before[1]) / 2
     assert even <= busiest <= 1.1 * even
     engine.close()
-
-
-@pytest.mark.timeout(900)
-def test_three_steps_of_training(tmp_path):
-    """The demo on a server of its own: numbers as with the embedded engine, nothing left behind."""
-    before = children()
-    small = ["learner.steps=3", "batch.live_problems=4", "problems.train_size=32", "problems.eval_size=4", "threads=1"]
-    short = ["evaluate={samples: 4, pass_at: [1, 4], majority_at: [4], rsa: {steps: 1}, bootstrap: 20}"]
-    server = ["rollout.engine=sglang", "rollout.max_running=64", f"run_dir={tmp_path / 'run'}"]
-    run = train(load_config("configs/demo.yaml", [*small, *short, *server]))
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [step["step"] for step in steps] == [1, 2, 3]
-    documented = {line.split("`")[1] for line in Path("docs/metrics.md").read_text().splitlines() if line[:3] == "| `"}
-    for number, step in enumerate(steps):
-        assert step["logp_gap/max"] <= 1e-3 and step["skipped"] is None and step["policy_version"] == number + 1
-        assert set(step) <= documented and documented - set(step) <= {"time/peak_cuda_mb", "grad/cosine"}
-        assert step["tokens/hits"] >= 0.99 * step["tokens/cacheable"] > 0
-        assert step["tokens/busiest_server"] == step["tokens/prompt"] + step["tokens/generated"]
-        assert step["time/swap"] > 0
-    assert (run / "eval_after.json").exists() and (run / "sglang_server.log").exists()
-    assert not (run / "adapters").exists()
-    assert not {pid for pid in children() - before if Path(f"/proc/{pid}/cmdline").read_bytes().count(b"sglang")}
-    # Resuming says that it is no repetition, and goes on.
-    command = [sys.executable, "-m", "spiral_fast.cli", "train", "--resume", str(run), "learner.steps=4"]
-    done = subprocess.run([*command, "evaluate.every=100"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "not bit for bit" in done.stdout
-    assert len((run / "metrics.jsonl").read_text().splitlines()) == 4
