@@ -122,10 +122,8 @@ def heads(table: Table) -> None:
     table.add(name, "floor: its two products", two_products, **shape)
     for backend in ("triton", "torch"):
         table.add(name, f"linear_policy_loss, {backend}", forced(backend, "linear_policy_loss", ours), **shape)
-    recompute = step(lambda h: linear_logprob(h, weight, targets).logp)
-    table.add(
-        name, "linear_logprob, recompute (three products)", forced("triton", "linear_logprob", recompute), **shape
-    )
+    of_logp = step(lambda h: linear_logprob(h, weight, targets).logp)
+    table.add(name, "linear_logprob, its two products", forced("triton", "linear_logprob", of_logp), **shape)
     table.add(name, "peer: full log_softmax", step(plain), **shape)
     table.add(name, "peer: chunks of 512, checkpoint", step(chunked), **shape)
     table.add(name, "peer: full, torch.compile", step(torch.compile(plain)), **shape)

@@ -437,7 +437,10 @@ def test_the_gradient_has_no_gradient(backend):
         if backend == "reference":
             penalty.backward()
         else:
-            with pytest.raises(RuntimeError, match="policy_loss: its gradient has no gradient of its own"):
+            message = "policy_loss: its gradient has no gradient of its own"
+            with pytest.raises(RuntimeError, match=message):
+                torch.autograd.grad(penalty + logp.sum(), logp, retain_graph=True)
+            with pytest.raises(RuntimeError, match=message):
                 penalty.backward()
 
 

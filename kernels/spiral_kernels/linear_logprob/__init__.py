@@ -150,7 +150,9 @@ def _(grad_logp, hidden, weight, *arguments):
 def _setup_context(ctx, inputs, output):
     hidden, weight, bias, targets, row_index, scale, ctx.soft_cap, _, ctx.with_gradient, ctx.backend = inputs
     logp, origin, log_norm, entropy, d_logp = output
-    ctx.mark_non_differentiable(origin, log_norm, entropy, d_logp)
+    ctx.mark_non_differentiable(origin, log_norm, entropy)
+    # What the backward scales stays differentiable, so that a second derivative finds its way here and is refused.
+    ctx.set_materialize_grads(False)
     if ctx.with_gradient:
         ctx.like, ctx.hidden_dtype = hidden.shape, hidden.dtype
         ctx.save_for_backward(d_logp, row_index)

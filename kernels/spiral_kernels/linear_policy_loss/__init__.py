@@ -210,7 +210,9 @@ def _(hidden, weight, bias, targets, row_index, scale, *arguments):
 
 def _setup_context(ctx, inputs, output):
     _, d_hidden, d_weight, *others = output
-    ctx.mark_non_differentiable(d_hidden, d_weight, *others)
+    ctx.mark_non_differentiable(*others)
+    # What the backward scales stays differentiable, so that a second derivative finds its way here and is refused.
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(d_hidden, d_weight)
     ctx.n_inputs = len(inputs)
 

@@ -206,7 +206,9 @@ def _(logp, *arguments):
 
 def _setup_context(ctx, inputs, output):
     _, d_logp, statistics = output
-    ctx.mark_non_differentiable(d_logp, statistics)
+    ctx.mark_non_differentiable(statistics)
+    # What the backward scales stays differentiable, so that a second derivative finds its way here and is refused.
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(d_logp)
     ctx.n_inputs = len(inputs)
 
