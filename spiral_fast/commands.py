@@ -262,13 +262,15 @@ def plan(
         Path | None, typer.Option(metavar="FILE", help="config.json of the model; none = that of model.path")
     ] = None,
     lengths: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="of traces, in tokens: uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA, fixed:N, a file with one length a "
-            "line, or the folder of a run"
+            "line, or the folder of a run; none = uniform from an eighth of L_max to L_max"
         ),
-    ] = "uniform:512:4096",
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="of a search prompt")] = 256,
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="of a search prompt; none = 256, at most rollout.max_prompt_tokens")
+    ] = None,
     solve_rate: Annotated[
         str, typer.Option(help="chance that a trace is right; uniform = each problem has its own, uniform in 0..1")
     ] = "uniform",

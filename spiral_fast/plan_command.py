@@ -26,8 +26,8 @@ def plan(
     *,
     learner_gpus: int,
     model: Path | None,
-    lengths: str,
-    prompt_tokens: int,
+    lengths: str | None,
+    prompt_tokens: int | None,
     solve_rate: str,
     mfu: float,
     bandwidth: float,
@@ -47,9 +47,10 @@ def plan(
             raise ConfigError(f"--json: {str(json)!r} is a folder; name a file")
         refuse_unwritable("--json", json.parent)
     rate = _solve_rate(solve_rate)
-    from spiral_fast.plan.lengths import parse_lengths
+    from spiral_fast.plan.lengths import parse_lengths, usual_lengths
 
-    law = parse_lengths(lengths)
+    law = usual_lengths(config.rollout) if lengths is None else parse_lengths(lengths)
+    prompt_tokens = prompt_tokens or min(256, config.rollout.max_prompt_tokens)
     from spiral_fast.learner.empty_model import empty_model
     from spiral_fast.plan.plan import Machines, make_plan
     from spiral_fast.plan.shape import shape_of
@@ -146,9 +147,10 @@ def _rollout(plan: Plan):
     table.add_row("PFLOP", f"{one.prefill_flops / 1e15:,.1f}", f"{one.decode_flops / 1e15:,.1f}")
     passes = f"{one.decode_passes:,} of {one.generated / max(1, one.decode_passes):.0f} requests"
     table.add_row("passes", "", passes)
-    shared = f"{one.decode_bytes / 1e12:,.0f}; each its own prompt: {one.decode_bytes_unshared / 1e12:,.0f}"
-    table.add_row("TB read", "", shared)
-    table.add_row("seconds", f"{one.prefill_seconds:,.0f}", f"{one.decode_seconds:,.0f}", end_section=True)
+    table.add_row("TB read", "", f"{one.decode_bytes / 1e12:,.0f}")
+    table.add_row("seconds", f"{one.prefill_seconds:,.0f}", f"{one.decode_seconds:,.0f}")
+    unshared = f"{one.decode_bytes_unshared / 1e12:,.0f} TB, {one.decode_seconds_unshared:,.0f} seconds"
+    table.add_row("if each request reads its own prompt", "", unshared, end_section=True)
     for part, size in plan.rollout_memory.parts.items():
         table.add_row(f"GB: {part}", _gb(size))
     table.add_row("tokens of KV there is room for", f"{plan.kv_tokens:,}", f"{one.most_tokens:,} used")

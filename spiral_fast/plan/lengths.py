@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from spiral_fast.config import ConfigError
+from spiral_fast.config import ConfigError, RolloutConfig
 from spiral_fast.trace import AGGREGATION, SEARCH
 
 FORMS = "uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA, fixed:TOKENS, a file, or a run's folder"
@@ -27,6 +27,13 @@ class Lengths:
     def sample(self, rng: np.random.Generator, level: int, n: int, most: int) -> np.ndarray:
         """(n,) int64. A trace above `most` (L_max) is cut there, as the sampler does."""
         return self.laws[level](rng, n).clip(1, most)
+
+
+def usual_lengths(rollout: RolloutConfig) -> Lengths:
+    """Uniform from an eighth of L_max to L_max."""
+    most = {SEARCH: rollout.search_max_new_tokens, AGGREGATION: rollout.aggregation_max_new_tokens}
+    laws = {level: _law("", "uniform", [str(-(-tokens // 8)), str(tokens)]) for level, tokens in most.items()}
+    return Lengths(laws, "uniform from an eighth of L_max to L_max")
 
 
 def parse_lengths(text: str) -> Lengths:

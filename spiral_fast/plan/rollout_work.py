@@ -63,6 +63,7 @@ class RolloutWork:
     decode_bytes: float = 0.0
     decode_bytes_unshared: float = 0.0  # each request reading the whole of its prompt itself
     decode_seconds: float = 0.0
+    decode_seconds_unshared: float = 0.0
     most_running: int = 0
     most_tokens: int = 0  # keys and values held at once
 
@@ -157,9 +158,11 @@ def _decode(shape: Shape, problems: list[Requests], rates: Rates, limits: Limits
         read = _weights(shape) + shape.kv_bytes * (own + prompts)
         work.decode_passes += passes
         work.decode_flops += passes * flops
+        unshared = read + shape.kv_bytes * (prompts_unshared - prompts)
         work.decode_bytes += passes * read
-        work.decode_bytes_unshared += passes * (read + shape.kv_bytes * (prompts_unshared - prompts))
+        work.decode_bytes_unshared += passes * unshared
         work.decode_seconds += passes * (max(flops / rates.flops, read / rates.bandwidth) + STEP_SECONDS)
+        work.decode_seconds_unshared += passes * (max(flops / rates.flops, unshared / rates.bandwidth) + STEP_SECONDS)
         now += passes
         while running and running[0].end == now:
             done = heapq.heappop(running)

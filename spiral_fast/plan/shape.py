@@ -62,7 +62,7 @@ def shape_of(model: PeftModel) -> Shape:
         if missing:
             raise ConfigError(
                 f"model.path: {type(layer).__name__} has no {owner}.{missing[0]}; `plan` knows decoder layers of the "
-                f"parts {', '.join(ATTENTION_PARTS + MLP_PARTS)} (Llama, Qwen2, Qwen3, Mistral, SmolLM2)"
+                f"parts {', '.join(ATTENTION_PARTS + MLP_PARTS)} (Llama, Qwen2, Qwen3, SmolLM2)"
             )
     key_heads, size = key_value_shape(config)
     frozen = {True: 0, False: 0}

@@ -143,6 +143,12 @@ def test_command_prints_and_writes_the_same_figures(tmp_path):
     assert "it fits" in run.output and "assumed, not measured" in run.output
 
 
+def test_command_needs_no_more_than_a_config_and_a_gpu():
+    run = command("model.path=builtin:parts", "model.dtype=bfloat16", "--gpu", "l4-24gb", config="demo")
+    assert run.exit_code == 0, run.output
+    assert "uniform from an eighth of L_max" in run.output and "search prompts of 32 tokens" in run.output
+
+
 def test_command_says_what_to_change_and_fails():
     run = command("learner.checkpointing=false", *SHORT)
     assert run.exit_code == 1

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spiral_fast.config import Config, ConfigError, load_config
-from spiral_fast.plan.lengths import parse_lengths
+from spiral_fast.plan.lengths import parse_lengths, usual_lengths
 from spiral_fast.plan.simulated import Simulated, Workload, liveness
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -71,6 +71,14 @@ def test_laws(text, low, high, mean):
     values = parse_lengths(text).sample(np.random.default_rng(0), 0, 20_000, 1000)
     assert values.min() >= low and values.max() <= high
     assert values.mean() == pytest.approx(mean, rel=0.03)
+
+
+def test_usual_lengths_follow_l_max():
+    law = usual_lengths(config_of("rollout.aggregation_max_new_tokens=80", *NO_TARGETS).rollout)
+    search, aggregation = (law.sample(np.random.default_rng(0), level, 5000, 10**6) for level in (0, 1))
+    assert (search.min(), search.max(), aggregation.min(), aggregation.max()) == pytest.approx(
+        (512, 4096, 10, 80), rel=0.01
+    )
 
 
 def test_measured_lengths(tmp_path):

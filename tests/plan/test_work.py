@@ -132,6 +132,8 @@ def test_decode_pass_by_pass(limits):
     assert found.decode_bytes_unshared == pytest.approx(truth["unshared"], rel=1e-12)
     assert found.decode_flops == pytest.approx(truth["flops"], rel=1e-12)
     assert found.most_tokens <= limits.tokens
+    assert found.decode_seconds <= found.decode_seconds_unshared
+    assert found.decode_seconds_unshared >= truth["unshared"] / 2e12
     assert found.decode_seconds >= truth["bytes"] / 2e12 + truth["passes"] * STEP_SECONDS * (1 - 1e-9)
 
 
