@@ -46,8 +46,9 @@ from spiral_fast.rollout.sglang.engine import SglangEngine
 from spiral_fast.trace import TraceKey
 
 N_SEARCH, N_SETS, SET_SIZE, N_AGGREGATIONS = 8, 4, 4, 4  # the paper's shape
+SEARCH, QUOTE, AGGREGATE = 0, 1, 2  # tokens: end of a prompt, before a candidate, end of a prompt
 PROBLEM, TEMPLATE = 48, 16  # tokens; the template is shared by all problems
-EVEN, MEDIAN, SIGMA, LONGEST = 64, 32, 0.8, 180  # tokens of a trace: all alike, or log-normal
+EVEN, MEDIAN, SIGMA, LONGEST = 64, 32, 1.0, 180  # tokens of a trace: all alike, or log-normal
 SUPPORT = Path(__file__).parents[2] / "tests" / "support"
 MAX_RUNNING, CACHE_TOKENS = 64, 65536
 
@@ -98,13 +99,13 @@ def roll_out(engine: Engine, work: Work, *, barrier: bool = False) -> list[Reque
     def aggregate(p: int) -> None:
         rng = np.random.default_rng(p)
         for k, members in enumerate(sample_sets("uniform", N_SEARCH, SET_SIZE, N_SETS, rng)):
-            prompt = work.problems[p] + [token for i in members for token in [1, *search[p][i]]] + [2]
+            prompt = work.problems[p] + [token for i in members for token in [QUOTE, *search[p][i]]] + [AGGREGATE]
             for j in range(N_AGGREGATIONS):
                 add(p, 1, k, j, prompt, work.aggregation[p, k, j])
 
     for p, problem in enumerate(work.problems):
         for i in range(N_SEARCH):
-            add(p, 0, -1, i, [*problem, 1], work.search[p, i])
+            add(p, 0, -1, i, [*problem, SEARCH], work.search[p, i])
     while waiting:
         for ticket, done in engine.step():
             key = waiting.pop(ticket).key
@@ -236,7 +237,7 @@ def sglang_engine(config: Config, loaded: LoadedModel, base: BaseModel, folder: 
     )
 
 
-def run(problems: int = 16, rounds: int = 3, out: Path | None = None) -> dict[str, Any]:
+def run(problems: int = 8, rounds: int = 3, out: Path | None = None) -> dict[str, Any]:
     """Measure, print and return the tables. Raises ConfigError without SGLang."""
     if not sglang_installed():
         raise ConfigError("bench rollout --engine sglang: SGLang is not installed; see docs/sglang.md")
@@ -339,7 +340,7 @@ def _swap(engine: SglangEngine, loaded: LoadedModel, rounds: int) -> dict:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problems", type=int, default=16)
+    parser.add_argument("--problems", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()

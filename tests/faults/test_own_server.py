@@ -81,6 +81,7 @@ def test_ctrl_c_in_the_middle_of_a_rollout_saves_and_leaves_no_server(
     training.send(signal.SIGINT)
     assert training.end() == 130
     seconds = time.monotonic() - at
+    assert seconds < 30.0
     assert none_left(processes)
     (said,) = training.errors()
     assert said.startswith("error: interrupted; the run so far lies in")

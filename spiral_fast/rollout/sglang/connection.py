@@ -48,7 +48,7 @@ class OwnServer:
         self._client: Client | None = None
 
     async def open(self) -> Client:
-        await self._end(at_once=True)
+        await self.close()
         self._process = process = ServerProcess(self._config, self._base, self._log)
         self._starting = asyncio.ensure_future(asyncio.to_thread(process.start))
         await asyncio.shield(self._starting)
@@ -57,13 +57,11 @@ class OwnServer:
         return self._client
 
     async def close(self) -> None:
-        await self._end(at_once=False)
-
-    async def _end(self, *, at_once: bool) -> None:
+        """At once: told to end, SGLang takes 5 to 10 seconds before it kills its processes itself."""
         if self._client:
             await self._client.aclose()
         if self._process:
-            await asyncio.to_thread(self._process.stop, at_once=at_once)
+            await asyncio.to_thread(self._process.stop, at_once=True)
             while not (await asyncio.wait({self._starting}, timeout=0.1))[0]:  # it may not have had a process yet
                 await asyncio.to_thread(self._process.stop, at_once=True)
             self._starting.exception()
