@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ import torch
 from spiral_fast.rollout.chosen import sglang_installed
 from tests.faults.servers import Servers
 from tests.faults.summary import Fault, write
+from tests.faults.training import ROOT
 
-SUPPORT = Path(__file__).resolve().parents[1] / "support"
+SUPPORT = ROOT / "tests" / "support"
 FAULTS: list[Fault] = []
 
 
@@ -34,8 +36,12 @@ def pytest_configure() -> None:
 
 
 @pytest.fixture
-def report() -> Callable[[Fault], None]:
-    return FAULTS.append
+def report(runs: Path) -> Callable[[Fault], None]:
+    def add(fault: Fault) -> None:
+        said = fault.said.replace(str(runs), "runs").replace(str(ROOT), ".")
+        FAULTS.append(replace(fault, said=said))
+
+    return add
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

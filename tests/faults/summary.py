@@ -27,23 +27,27 @@ class Fault:
 
 
 def write(faults: list[Fault], folder: Path) -> None:
-    """faults.md and faults.json."""
-    facts = {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "python": platform.python_version(),
-        **{name: version(name) for name in PACKAGES},
-        "faults": [asdict(fault) for fault in faults],
-    }
-    (folder / "faults.json").write_text(json.dumps(facts, indent=1) + "\n")
-    rows = ["| fault | the run | detected, s | allowed, s | recovered, s | it said |", "|---|---|---|---|---|---|"]
+    """faults.md and faults.json; a fault of an earlier run that was left out in this one stays there."""
+    file = folder / "faults.json"
+    versions = {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
+    date = datetime.now(UTC).strftime("%Y-%m-%d")
+    before = json.loads(file.read_text()) if file.exists() else []
+    rows = {row["fault"]: row for row in before}
+    rows |= {fault.fault: asdict(fault) | {"date": date, "versions": versions} for fault in faults}
+    file.write_text(json.dumps([*rows.values()], indent=1) + "\n")
+    (folder / "faults.md").write_text(_page([*rows.values()]))
+
+
+def _page(faults: list[dict]) -> str:
+    lines = ["| fault | the run | detected, s | allowed, s | recovered, s | it said |", "|---|---|---|---|---|---|"]
     for fault in faults:
-        within = "" if fault.within_s is None else f"{fault.within_s:.0f}"
-        recovered = "" if fault.recovered_s is None else f"{fault.recovered_s:.1f}"
-        said = fault.said.replace("|", "\\|")
-        rows.append(f"| {fault.fault} | {fault.outcome} | {fault.detected_s:.1f} | {within} | {recovered} | `{said}` |")
-    versions = ", ".join(f"{name} {facts[name]}" for name in ("python", *PACKAGES))
-    page = PAGE.format(date=facts["date"], versions=versions, table="\n".join(rows))
-    (folder / "faults.md").write_text(page)
+        within = "" if fault["within_s"] is None else f"{fault['within_s']:.0f}"
+        recovered = "" if fault["recovered_s"] is None else f"{fault['recovered_s']:.1f}"
+        cells = [fault["fault"], fault["outcome"], f"{fault['detected_s']:.1f}", within, recovered]
+        lines.append(f"| {' | '.join(cells)} | `{fault['said']}` |")
+    dates = ", ".join(sorted({fault["date"] for fault in faults}))
+    versions = "; ".join(sorted({", ".join(map(" ".join, fault["versions"].items())) for fault in faults}))
+    return PAGE.format(date=dates, versions=versions, table="\n".join(lines))
 
 
 PAGE = """# Faults of SGLang servers
