@@ -42,7 +42,8 @@ step 3 of its algorithm, chosen on the figures shown here.
 
 192 evaluation problems, 64 search traces each; RSA is recursive self-aggregation with a population of 8 and sets of 4
 (step 0 = the search traces). Mean ± standard deviation over the seeds. A seed changes the training and the evaluation
-problems too, and the warm start is measured on the same ones.
+problems too, and the warm start is measured on the same ones. The embedded engine sampled; one training by SGLang:
+[sglang.md](sglang.md).
 
 {table}
 
