@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from spiral_fast.config import Config
@@ -106,13 +107,7 @@ def _learner_problem(plan: Plan, config: Config, shape: Shape, machines: Machine
     text = f"learning needs {(plan.learner_peak.total - gpu.usable) / 1e9:.1f} GB more than there is: "
 
     def most(checkpointing: bool) -> int:
-        return largest_tree(
-            shape,
-            gpu.usable - other,
-            checkpointing=checkpointing,
-            ranks=micro.ranks,
-            record_rows=micro.record_rows,
-        )
+        return largest_tree(shape, gpu.usable - other, replace(micro, checkpointing=checkpointing))
 
     if not config.learner.checkpointing and most(True) >= micro.tokens:
         return text + "learner.checkpointing=true"
@@ -120,7 +115,8 @@ def _learner_problem(plan: Plan, config: Config, shape: Shape, machines: Machine
         return text + f"learner.micro_batch_tokens={most(config.learner.checkpointing)}"
     if most(True) >= plan.longest:
         return text + f"learner.checkpointing=true learner.micro_batch_tokens={most(True)}"
-    if other and largest_tree(shape, gpu.usable, checkpointing=True, record_rows=micro.record_rows) >= plan.longest:
+    alone = largest_tree(shape, gpu.usable, replace(micro, checkpointing=True))
+    if other and alone >= plan.longest:
         return text + "servers on GPUs of their own (--gpus 2) and learner.checkpointing=true"
     return text + (
         f"a larger GPU, or shorter sequences: {most(True):,} tokens fit with checkpointing, the longest sequence has "

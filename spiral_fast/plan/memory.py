@@ -4,13 +4,13 @@ Shape legend: N tokens of a micro-batch (of its prefix tree), R sampled tokens i
 of the MLP, Q = Hq D and K = Hkv D numbers of a token's queries and keys, r rank, V vocabulary; b bytes of a number.
 
 Trained is the adapter alone, so autograd keeps no input of a frozen norm's weight, and of a linear layer its input and
-the adapter's (N, r). Everything else here is a tensor some backward reads, or one that it writes. bfloat16 norms run in
-float32 and keep that copy of their input; a float32 model's norm keeps the input itself.
+the adapter's (N, r). Everything else here is a tensor some backward reads, or one that it writes. The base is bfloat16;
+its norms run in float32 and keep that copy of their input.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spiral_fast.plan.shape import Shape
 from spiral_kernels.linear_logprob.tiles import CHUNK_BYTES
@@ -29,7 +29,8 @@ class Micro:
     rows: int  # R
     checkpointing: bool
     record_rows: int = 0  # sampled tokens of the whole step: its numbers wait on the GPU for the step's end
-    ranks: int = 1  # the learner's GPUs, parameters sharded over them (FSDP2)
+    ranks: int = 1  # the learner's GPUs
+    sharded: bool = False  # parameters sharded over them by FSDP2, also over one
     both_levels: bool = True  # search and aggregation are trained: the search term's gradient is kept beside
 
 
@@ -47,14 +48,14 @@ def kept_by_layer(shape: Shape) -> dict[str, float]:
     """Bytes a token that one layer's backward reads, by place. An adapted linear layer reads its input."""
     b, h, q, k, adapted = shape.element, shape.hidden, shape.query, shape.key, shape.adapted
     low = shape.rank * b  # of one adapted linear layer
-    norm = (4 * h if b != 4 else 0) + 4  # its float32 input, unless that is the layer's own; one number for the mean
+    norm = 4 * h + 4  # its float32 input; one number for the mean
     heads = (4 * (q + k) + 4 * (shape.query_heads + shape.key_heads)) if shape.query_key_norm else 0
     of_qkv, of_gate_up = adapted & {"q_proj", "k_proj", "v_proj"}, adapted & {"gate_proj", "up_proj"}
     return {
         "attention norms": norm + heads + bool(of_qkv) * b * h + len(of_qkv) * low,
         # q, k, v, result, its log-sum-exp
         "attention": b * (q + 2 * k) + b * q + 4 * shape.query_heads + ("o_proj" in adapted) * low,
-        "mlp norm": 4 * h + 4 + bool(of_gate_up) * b * h + len(of_gate_up) * low,
+        "mlp norm": norm + bool(of_gate_up) * b * h + len(of_gate_up) * low,
         "mlp": 3 * b * shape.mlp,  # gate, its SiLU, up
         "down": ("down_proj" in adapted) * (b * shape.mlp + low),
     }
@@ -62,10 +63,10 @@ def kept_by_layer(shape: Shape) -> dict[str, float]:
 
 def held(shape: Shape, micro: Micro) -> dict[str, float]:
     """What is there all the time of a step."""
-    layer, base = shape.layer_numbers * shape.element, shape.base_bytes
-    if micro.ranks > 1:  # two layers gathered, one in use and one on its way; the root group stays whole
-        sharded = shape.layers * layer
-        base = sharded / micro.ranks + 2 * layer + (base - sharded)
+    base = shape.base_bytes / micro.ranks
+    if micro.sharded:  # gathered beside the shards: two layers, one in use and one on its way, and the root group
+        layer = shape.layer_numbers * shape.element
+        base += 2 * layer + shape.base_bytes - shape.layers * layer
     adapter = shape.adapter_bytes / micro.ranks
     return {
         "base weights": base,
@@ -84,10 +85,10 @@ def moments(shape: Shape, micro: Micro) -> list[Moment]:
     rotary = 2 * b * q / shape.query_heads  # cosines and sines, one for all layers
     if micro.checkpointing:
         kept = {"checkpoints (layer inputs)": n * (shape.layers * b * h + rotary)}
-        others = 0.0  # what the other layers hold beside their checkpoints
+        name, others = "one layer's backward", 0.0
     else:
         kept = {"activations kept": n * (shape.layers * sum(layer.values()) + rotary)}
-        others = sum(layer.values())  # this layer's are among them
+        name, others = "a layer's backward, less what it freed", sum(layer.values())
 
     chunk_rows = -(-rows // max(1, -(-rows // max(1, CHUNK_BYTES["cuda"] // (4 * shape.vocabulary)))))
     chunk = chunk_rows * (4 * shape.vocabulary + (2 * b + 12) * h)  # logits; hidden rows and their products
@@ -109,7 +110,7 @@ def moments(shape: Shape, micro: Micro) -> list[Moment]:
     workspace = 8 * shape.query_heads * (n + LISTED[0]) + 2 * 2 * MOST_SHARES * SPANNED[1] * 4 * k
 
     def backward(of_layer: float) -> dict[str, float]:
-        return {"one layer's backward": n * (of_layer - others)}
+        return {name: n * (of_layer - others)}
 
     return [
         Moment("head", always | kept | final | head),
@@ -125,11 +126,11 @@ def peak(shape: Shape, micro: Micro) -> Moment:
     return max(moments(shape, micro), key=lambda moment: moment.total)
 
 
-def largest_tree(shape: Shape, usable: float, *, checkpointing: bool, ranks: int = 1, record_rows: int = 0) -> int:
-    """The most tokens of one micro-batch that fit, every one of them sampled; 0 if none do."""
+def largest_tree(shape: Shape, usable: float, like: Micro) -> int:
+    """The most tokens of one micro-batch run like this that fit, every one of them sampled; 0 if none do."""
 
     def fits(tokens: int) -> bool:
-        return peak(shape, Micro(tokens, tokens, checkpointing, record_rows, ranks)).total <= usable
+        return peak(shape, replace(like, tokens=tokens, rows=tokens)).total <= usable
 
     low, high = 0, 1
     while fits(high):

@@ -95,9 +95,16 @@ def make_plan(config: Config, shape: Shape, workload: Workload, machines: Machin
 
     longest = longest_sequence(config)
     most = max(config.learner.micro_batch_tokens, longest)
-    sampled = round(work["pruned"].rows)
-    both = ALGORITHMS[config.credit.algorithm].trains_both
-    micro = Micro(most, most, config.learner.checkpointing, sampled, machines.learner_gpus, both)
+    ranks = machines.learner_gpus
+    micro = Micro(
+        most,
+        most,
+        config.learner.checkpointing,
+        round(work["pruned"].rows / ranks),
+        ranks,
+        sharded=config.learner.fsdp or ranks > 1,
+        both_levels=ALGORITHMS[config.credit.algorithm].trains_both,
+    )
     colocated = machines.gpus == 1
     learner = moments(shape, micro)
     server_weights = (shape.base_bytes + shape.adapter_bytes) / server_gpus
@@ -127,13 +134,7 @@ def make_plan(config: Config, shape: Shape, workload: Workload, machines: Machin
         learner,
         rollout_memory,
         gpu.usable,
-        largest_tree(
-            shape,
-            gpu.usable - (server_weights if colocated and engine == "sglang" else 0),
-            checkpointing=config.learner.checkpointing,
-            ranks=machines.learner_gpus,
-            record_rows=micro.record_rows,
-        ),
+        largest_tree(shape, gpu.usable - (server_weights if colocated and engine == "sglang" else 0), micro),
         kv_tokens,
         longest,
         rollout_work(shape, of_server, rates, limits),

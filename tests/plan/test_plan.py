@@ -67,11 +67,12 @@ def test_what_no_setting_can_mend():
 @pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize("usable", [20e9, 76e9, 134e9])
 def test_the_largest_tree_fits_and_one_token_more_does_not(checkpointing, usable):
-    tokens = largest_tree(SHAPE, usable, checkpointing=checkpointing)
+    like = Micro(0, 0, checkpointing)
+    tokens = largest_tree(SHAPE, usable, like)
     assert tokens > 1000
     assert peak(SHAPE, Micro(tokens, tokens, checkpointing)).total <= usable
     assert peak(SHAPE, Micro(tokens + 1, tokens + 1, checkpointing)).total > usable
-    assert largest_tree(SHAPE, 9e9, checkpointing=checkpointing) == 0
+    assert largest_tree(SHAPE, 9e9, like) == 0
 
 
 def test_a_node_shares_the_problems_out():
@@ -88,7 +89,10 @@ def test_parameters_of_several_learner_gpus_are_sharded():
     one, two = plan_of(gpus=4), plan_of(gpus=4, learner_gpus=2)
     weights = SHAPE.layers * SHAPE.layer_numbers * 2
     rest = SHAPE.base_bytes - weights
-    assert two.learner_peak.parts["base weights"] == weights / 2 + 2 * SHAPE.layer_numbers * 2 + rest
+    gathered = 2 * SHAPE.layer_numbers * 2 + rest
+    assert two.learner_peak.parts["base weights"] == SHAPE.base_bytes / 2 + gathered
+    fsdp = plan_of("learner.fsdp=true", gpus=4)
+    assert fsdp.learner_peak.parts["base weights"] == SHAPE.base_bytes + gathered
     assert two.learner_peak.parts["optimiser moments"] == one.learner_peak.parts["optimiser moments"] / 2
     assert two.learn_seconds == one.learn_seconds / 2
     assert any("runs on one GPU" in line for line in two.assumptions)
