@@ -112,8 +112,8 @@ class Dispatcher:
         self._placement = Placement(len(self.servers))
         self._ranks: dict[str, int] = {}  # of problems, by their first request since all was idle
         self._prompts = 0  # groups since then
-        self._unplaced: list[Group] = []  # heap
-        self._waiting = Prefixes()  # of the groups in all heaps
+        self._unplaced: dict[str, list[Group]] = {}  # by problem
+        self._waiting = Prefixes()  # of the groups that have not started
         self._pending: dict[int, str] = {}  # ticket -> problem
 
     def add(self, requests: Iterable[tuple[int, Request]]) -> None:
@@ -130,8 +130,18 @@ class Dispatcher:
             groups[problem, prompt].requests.append((ticket, request))
             self._pending[ticket] = problem
         for group in groups.values():
-            heapq.heappush(self._unplaced, group)
             self._waiting.add(group.prompt)
+            number = self._placement.server_of(group.problem)
+            if number is None:
+                self._unplaced.setdefault(group.problem, []).append(group)
+            else:
+                heapq.heappush(self.servers[number].waiting, group)
+        self.admit()
+
+    def join(self, server: Server) -> None:
+        """It has the present policy and takes requests."""
+        self._placement.join(server.number, [other.number for other in self.servers if other.up])
+        server.up = True
         self.admit()
 
     def admit(self) -> None:
@@ -139,7 +149,8 @@ class Dispatcher:
         while group := self._next():
             self._waiting.remove(group.prompt)
             server = self.servers[self._placement.server_of(group.problem)]
-            self._placement.add(group.problem, sum(_most_tokens(request) for _, request in group.requests))
+            for _, request in group.requests:
+                self._placement.start(group.problem, len(request.prompt), request.max_new_tokens)
             server.running += len(group.requests)
             self._begin(server, self._run(server, group))
 
@@ -154,11 +165,8 @@ class Dispatcher:
             return
         server.up = False
         problems = set(self._placement.lose(server.number))
-        for heap in (server.waiting, self._unplaced):
-            for group in (group for group in heap if group.problem in problems):
-                self._waiting.remove(group.prompt)
-        self._unplaced = [group for group in self._unplaced if group.problem not in problems]
-        heapq.heapify(self._unplaced)
+        for group in server.waiting:
+            self._waiting.remove(group.prompt)
         server.drop()
         tickets = [ticket for ticket, problem in self._pending.items() if problem in problems]
         for ticket in tickets:
@@ -168,20 +176,17 @@ class Dispatcher:
         self._on_lost(server, why)
 
     def _next(self) -> Group | None:
-        """The first group that a server has room for, that server known to `_placement`."""
-        while True:
-            free = [server for server in self.servers if server.up and server.running < self._max_running]
-            heaps = [server.waiting for server in free] + ([self._unplaced] if free else [])
-            heap = min(filter(None, heaps), key=lambda heap: heap[0], default=None)
-            if heap is None:
-                return None
-            group = heapq.heappop(heap)
-            if heap is not self._unplaced:
-                return group
-            number = self._placement.server_of(group.problem)
-            if number is None:
-                number = self._placement.place(group.problem, [server.number for server in free])
-            heapq.heappush(self.servers[number].waiting, group)
+        """The first group that may start, its problem placed."""
+        free = [server for server in self.servers if server.up and server.running < self._max_running]
+        problem = min(self._unplaced, key=self._ranks.__getitem__, default=None)
+        if problem is not None and all(self._ranks[problem] < group.rank[0] for s in free for group in s.waiting[:1]):
+            up = [server.number for server in self.servers if server.up]
+            number = self._placement.place(problem, [server.number for server in free], up)
+            if number is not None:
+                for group in self._unplaced.pop(problem):
+                    heapq.heappush(self.servers[number].waiting, group)
+        first = min((server for server in free if server.waiting), key=lambda s: s.waiting[0], default=None)
+        return heapq.heappop(first.waiting) if first else None
 
     def _begin(self, server: Server, work: Coroutine) -> None:
         task = asyncio.ensure_future(work)
@@ -224,7 +229,7 @@ class Dispatcher:
         if cacheable < len(request.prompt) - 1:
             server.leaders.prefilled(group.prompt)
         server.running -= 1
-        self._placement.add(group.problem, len(request.prompt) + len(generated.tokens) - _most_tokens(request))
+        self._placement.finish(group.problem, request.max_new_tokens, len(generated.tokens))
         del self._pending[ticket]
         self._emit(Sampled(ticket, generated, cacheable, server.number))
         self.admit()
@@ -249,7 +254,3 @@ class Dispatcher:
             self._emit(TooLong(ticket, f"it stopped after {len(generated.tokens)} tokens"))
             return None
         return generated
-
-
-def _most_tokens(request: Request) -> int:
-    return len(request.prompt) + request.max_new_tokens

@@ -120,11 +120,11 @@ class Fleet:
             return
         except RequestRefused as error:
             raise EngineFailed(str(error)) from None
-        server.adapter, server.up = name, True
+        server.adapter = name
         if self._why.pop(server.number, None) is not None:
             self._say(f"  the SGLang server {server.url} is back")
         self._none_up_since = None
-        self.dispatcher.admit()
+        self.dispatcher.join(server)
 
     async def flush(self) -> None:
         """Empty the cache of every server that is up."""
