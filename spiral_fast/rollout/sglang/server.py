@@ -28,7 +28,9 @@ LOOPBACK = "127.0.0.1"
 SPARE_TOKENS = 8
 # Adapters one batch may hold: the present one, that of the next version at its canary, none (SGLang's health check).
 ADAPTERS_IN_A_BATCH = 3
-STOP_S = 20.0  # seconds after SIGTERM before SIGKILL
+# Seconds after SIGTERM before SIGKILL. SGLang looks for it every 5 s and gives its scheduler 15 s to release the GPU's
+# memory; without a GPU there is nothing to wait for.
+STOP_S = {"cuda": 30.0, "cpu": 1.0}
 LOG_LINES = 12  # of a server that did not start, shown
 
 
@@ -152,7 +154,7 @@ class ServerProcess:
         try:
             if self.running() and not at_once:
                 self._process.send_signal(signal.SIGTERM)
-                self._process.wait(STOP_S)
+                self._process.wait(STOP_S["cuda" if torch.cuda.is_available() else "cpu"])
         except subprocess.TimeoutExpired:
             pass
         finally:
