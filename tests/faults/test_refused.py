@@ -29,10 +29,12 @@ def other_model(folder: Path, change: str) -> Path:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config)
     elif change == "weights":
+        torch.manual_seed(0)
         with torch.no_grad():
-            model.get_input_embeddings().weight[7] += 0.1
+            for parameter in model.parameters():
+                parameter *= 1 + 0.02 * torch.randn_like(parameter)
     else:
-        model.config.max_position_embeddings *= 4
+        model.config.max_position_embeddings *= 8
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(PARTS).save_pretrained(folder)
     return folder
