@@ -20,29 +20,21 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def compiled():
-    return compile_under_each()
+def test_every_kernel_is_right_for_the_chip_and_as_committed():
+    """One test: it compiles for a minute of CPU, and each worker of a parallel run would compile for its own tests.
 
-
-def test_every_kernel_is_within_the_limits_of_the_chip(compiled):
+    Where a release of triton is not in the table, only the limits are held.
+    """
+    compiled, table = compile_under_each(), committed()
     broken = [(release, row["kernel"], faults(row)) for release in compiled for row in compiled[release] if faults(row)]
     assert not broken
     assert all(rows for rows in compiled.values())
-
-
-def test_the_committed_table_is_what_is_compiled(compiled):
-    """Where a release of triton is not in the table, only the limits are held."""
-    table = committed()
     for release in set(compiled) & set(table):
         assert compiled[release] == table[release], "run: python -m bench.hopper"
-
-
-def test_both_releases_are_compiled_under(compiled):
+    assert SECOND in table
     if SECOND not in compiled:
         pytest.skip(f"triton {SECOND} is not in {SECOND_FOLDER}: run `make setup`")
     assert {SECOND} < set(compiled) or set(compiled) == {SECOND}
-    assert SECOND in committed()
 
 
 def test_every_launched_kernel_of_the_package_is_in_the_table():
@@ -63,11 +55,11 @@ def test_every_launched_kernel_of_the_package_is_in_the_table():
         assert {row["kernel"] for row in rows} == kernels & launched
 
 
-@pytest.fixture(scope="module")
-def probes(tmp_path_factory):
+@pytest.fixture
+def probes(tmp_path):
     environment = os.environ | {
         "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
+        "TRITON_CACHE_DIR": str(tmp_path),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     command = [sys.executable, str(Path(__file__).with_name("hopper_probes.py"))]
