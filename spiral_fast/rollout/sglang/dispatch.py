@@ -72,6 +72,7 @@ class Server:
         self.up = False  # it has the present adapter and takes requests
         self.adapter: str | None = None  # name under which every request is sent
         self.waiting: list[Group] = []  # heap: of the problems that are on this server
+        self.awaiting: list[Group] = []  # admitted, but what it shares may still be in flight
         self.running = 0  # requests, those of groups whose leader is in flight included
         self.tasks: set[asyncio.Task] = set()
         self.emptied()
@@ -85,7 +86,7 @@ class Server:
         """What waits and runs; connections that close end it on the server too, within seconds."""
         for task in self.tasks - {asyncio.current_task()}:
             task.cancel()
-        self.waiting, self.running = [], 0
+        self.waiting, self.awaiting, self.running = [], [], 0
         self.emptied()
 
 
@@ -113,7 +114,7 @@ class Dispatcher:
         self._ranks: dict[str, int] = {}  # of problems, by their first request since all was idle
         self._prompts = 0  # groups since then
         self._unplaced: dict[str, list[Group]] = {}  # by problem
-        self._waiting = Prefixes()  # of the groups that have not started
+        self._waiting = Prefixes()  # of the groups of which nothing was sent yet
         self._pending: dict[int, str] = {}  # ticket -> problem
 
     def add(self, requests: Iterable[tuple[int, Request]]) -> None:
@@ -147,8 +148,8 @@ class Dispatcher:
     def admit(self) -> None:
         """Start what can start."""
         while group := self._next():
-            self._waiting.remove(group.prompt)
             server = self.servers[self._placement.server_of(group.problem)]
+            server.awaiting.append(group)
             for _, request in group.requests:
                 self._placement.start(group.problem, len(request.prompt), request.max_new_tokens)
             server.running += len(group.requests)
@@ -165,7 +166,7 @@ class Dispatcher:
             return
         server.up = False
         problems = set(self._placement.lose(server.number))
-        for group in server.waiting:
+        for group in server.waiting + server.awaiting:
             self._waiting.remove(group.prompt)
         server.drop()
         tickets = [ticket for ticket, problem in self._pending.items() if problem in problems]
@@ -206,6 +207,8 @@ class Dispatcher:
         leaders, prompt = server.leaders, group.prompt
         while other := leaders.waits_for(prompt):
             await server.prefilled[other].wait()
+        server.awaiting.remove(group)
+        self._waiting.remove(prompt)
         ticket, request = group.requests[0]
         there = leaders.there(prompt)
         is_shared = len(group.requests) > 1 or self._waiting.nearest(prompt)[0] > there
