@@ -13,6 +13,7 @@ from spiral_fast.install import install_command
 from spiral_fast.rollout.chosen import chosen_engine, sglang_installed
 from spiral_fast.rollout.engine import Engine
 from spiral_fast.rollout.radix.engine import RadixEngine
+from spiral_fast.supported import windowed_layer
 
 
 def make_engine(
@@ -52,6 +53,11 @@ def _sglang(config: Config, loaded, folder: Path | None, say: Callable[[str], No
     rollout = config.rollout
     if rollout.batch_invariant:
         raise ConfigError("rollout.batch_invariant: true needs the embedded engine; set rollout.engine: radix")
+    if layer := windowed_layer(loaded.causal_lm.config):  # the canary is shorter than a window: it would not notice
+        raise ConfigError(
+            f"rollout.engine: 'sglang' cannot be used: the model's {layer}, which SGLang leaves out for some "
+            "architectures; set rollout.engine: radix"
+        )
     if rollout.servers:
         key = os.environ.get(KEY_VARIABLE)
 

@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from spiral_fast.attention import ATTENTION
+from spiral_fast.config import ConfigError
 from spiral_fast.learner.learner import Learner
 from spiral_fast.learner.rows import Row
 from spiral_fast.rollout.engine import generate
+from spiral_fast.rollout.make_engine import make_engine as engine_of_config
 from tests.learner.test_windows import loaded, peft_model
 from tests.learner.tiny import CONTEXT, VOCABULARY, WINDOW, WINDOWED, config
 from tests.rollout.tiny_models import check_counts, make_engine, plain_logp, request, trie_tokens
@@ -65,3 +67,10 @@ def test_a_small_budget_changes_no_trace():
     plenty = generate(make_engine(model, eos=(), max_context=CONTEXT), requests)
     scarce = generate(make_engine(model, eos=(), max_context=CONTEXT, cache_tokens=120), requests)
     assert [done.tokens for done in scarce] == [done.tokens for done in plenty]
+
+
+def test_sglang_is_refused_for_windows():
+    base = config()
+    settings = base.model_copy(update={"rollout": base.rollout.model_copy(update={"engine": "sglang"})})
+    with pytest.raises(ConfigError, match="sliding window.*set rollout.engine: radix"):
+        engine_of_config(settings, loaded("mistral", torch.float32))
