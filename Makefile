@@ -49,8 +49,8 @@ test-sglang: $(SGLANG)/installed
 test-sglang-smoke: $(SGLANG)/installed
 	OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest tests/sglang -m sglang_smoke
 
-# Servers and trainings that are killed, frozen or refused, half an hour on two busy cores. FAULTS=docs: if all went well,
-# write docs/faults.md.
+# Servers and trainings that are killed, frozen or refused, half an hour on two busy cores. FAULTS=docs: write
+# docs/faults.md.
 FAULTS ?=
 test-faults: $(SGLANG)/installed
 	OMP_NUM_THREADS=1 FAULTS=$(FAULTS) $(SGLANG)/bin/python -m pytest tests/faults

@@ -49,9 +49,9 @@ def pytest_terminal_summary(terminalreporter) -> None:
         terminalreporter.write_line(fault.line())
 
 
-def pytest_sessionfinish(exitstatus: int) -> None:
-    """FAULTS: the folder of faults.md and faults.json, which are written when all went well."""
-    if (folder := os.environ.get("FAULTS")) and exitstatus == 0 and FAULTS:
+def pytest_sessionfinish() -> None:
+    """FAULTS: the folder of faults.md and faults.json. Only a test that passed reports its fault."""
+    if (folder := os.environ.get("FAULTS")) and FAULTS:
         write(FAULTS, Path(folder))
 
 
