@@ -46,7 +46,11 @@ def other_model(folder: Path, change: str) -> Path:
         ("vocabulary", (), "whose vocabulary has 68 tokens; the learner's has 72: give both the same model.path"),
         ("hidden size", (), "its base model is not the learner's: give both one model.path"),
         ("weights", (), "its base model is not the learner's: give both one model.path"),
-        ("context", ("rollout.search_max_new_tokens=1200",), "a prompt of 17 tokens + max_new_tokens 1200 exceeds the context of 1022 tokens"),
+        (
+            "context",
+            ("rollout.search_max_new_tokens=1200",),
+            "a prompt of 17 tokens + max_new_tokens 1200 exceeds the context of 1022 tokens",
+        ),
     ],
 )
 def test_refused_at_the_start(
