@@ -44,7 +44,8 @@ def _page(faults: list[dict]) -> str:
         within = "" if fault["within_s"] is None else f"{fault['within_s']:.0f}"
         recovered = "" if fault["recovered_s"] is None else f"{fault['recovered_s']:.1f}"
         cells = [fault["fault"], fault["outcome"], f"{fault['detected_s']:.1f}", within, recovered]
-        lines.append(f"| {' | '.join(cells)} | `{fault['said']}` |")
+        said = fault["said"].replace("|", "\\|")
+        lines.append(f"| {' | '.join(cells)} | `{said}` |")
     dates = ", ".join(sorted({fault["date"] for fault in faults}))
     versions = "; ".join(sorted({", ".join(map(" ".join, fault["versions"].items())) for fault in faults}))
     return PAGE.format(date=dates, versions=versions, table="\n".join(lines))
