@@ -32,13 +32,20 @@ test: setup
 
 # SGLang 0.5.23 on the CPU, in an environment of its own (about 2 minutes to build); Python 3.11, for which its oldest
 # part is published. docs/sglang.md says what it takes.
+# The native module of $(VENV), where there is one, is not compiled a second time.
 SGLANG := .venv-sglang
-$(SGLANG)/installed: tests/support/sglang-requirements.txt pyproject.toml CMakeLists.txt $(wildcard csrc/*) $(shell find spiral_fast kernels -name __init__.py)
+SITE := lib/python3.11/site-packages
+$(SGLANG)/installed: tests/support/sglang-requirements.txt pyproject.toml CMakeLists.txt $(wildcard csrc/* $(VENV)/installed) $(shell find spiral_fast kernels -name __init__.py)
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and "Python 3.11 is needed for SGLang; set PYTHON=")'
 	test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
-	$(SGLANG)/bin/pip install --quiet "$(TORCH)"
-	$(SGLANG)/bin/pip install --quiet -r tests/support/sglang-requirements.txt
-	$(SGLANG)/bin/pip install --quiet --no-deps sglang==0.5.23 xgrammar==0.2.7 torchvision==0.15.2
-	$(SGLANG)/bin/pip install --quiet -e ".[train]"
+	{ $(SGLANG)/bin/pip install --quiet -r tests/support/sglang-requirements.txt && \
+	$(SGLANG)/bin/pip install --quiet --no-deps sglang==0.5.23 xgrammar==0.2.7 torchvision==0.15.2 && \
+	if test -d $(VENV)/$(SITE)/spiral_kernels; then \
+		$(SGLANG)/bin/pip install --quiet --config-settings=wheel.cmake=false -e ".[train]" && \
+		cp -r $(VENV)/$(SITE)/_editable_skbc_spiral_fast.py $(VENV)/$(SITE)/spiral_kernels $(SGLANG)/$(SITE)/; \
+	else \
+		$(SGLANG)/bin/pip install --quiet -e ".[train]"; \
+	fi; } || { echo "no environment for SGLang: pip could not install what it names above"; exit 1; }
 	touch $@
 
 # Engine, servers and adapters on real SGLang processes.

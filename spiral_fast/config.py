@@ -195,7 +195,10 @@ class RolloutConfig(Section):
     aggregation_max_new_tokens: PositiveInt = Field(4096, description="L_max of an aggregation trace, tokens")
     max_running: PositiveInt = Field(256, description="requests decoded together")
     prefill_chunk: PositiveInt = Field(4096, description="prompt tokens run through the model in one forward")
-    cache_tokens: PositiveInt = Field(262144, description="budget of the KV cache, tokens")
+    cache_tokens: PositiveInt = Field(
+        262144,
+        description="budget of the KV cache, tokens; not read where an SGLang server sizes its own, on a GPU or by URL",
+    )
     batch_invariant: bool = Field(
         False,
         description="learner and engine give a token the same log-prob to the last bit, whatever else is in the batch; "

@@ -33,7 +33,8 @@ def set_up(config: Config) -> SetUp:
     problems = load_problems(config, lambda: make_prompts(config, load_tokenizer(config.model.path)))
     loaded = load_model(config.model, device)
     prompts = make_prompts(config, loaded.tokenizer)
-    worst = check_fits(config, prompts, [*problems.train, *problems.eval], loaded.max_context)
+    both = [*problems.train, *problems.eval]
+    worst = check_fits(config, prompts, both, loaded.max_context, cuda=device == "cuda")
     return SetUp(problems, loaded, prompts, worst)
 
 

@@ -1,4 +1,4 @@
-"""Which engine `rollout.engine: auto` is."""
+"""Which engine `rollout.engine: auto` is, and whose cache it has."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ def chosen_engine(rollout: RolloutConfig, *, cuda: bool) -> Literal["radix", "sg
     if rollout.engine != "auto":
         return rollout.engine
     return "sglang" if rollout.servers or (cuda and sglang_installed()) else "radix"
+
+
+def cache_tokens(rollout: RolloutConfig, *, cuda: bool) -> int | None:
+    """What rollout.cache_tokens bounds; None: an SGLang server sizes its own cache, on a GPU and by URL."""
+    sizes_itself = chosen_engine(rollout, cuda=cuda) == "sglang" and (cuda or rollout.servers)
+    return None if sizes_itself else rollout.cache_tokens
 
 
 def sglang_installed() -> bool:

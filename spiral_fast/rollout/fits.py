@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spiral_fast.config import Config, ConfigError
+from spiral_fast.rollout.chosen import cache_tokens
 from spiral_fast.trace import Problem
 
 
@@ -44,8 +45,11 @@ def worst_case(config: Config, prompts, problems: Sequence[Problem]) -> WorstCas
     return WorstCase(search_prompt, aggregation_prompt, totals[key], key)
 
 
-def check_fits(config: Config, prompts, problems: Sequence[Problem], max_context: int) -> WorstCase:
-    """Raises ConfigError when the worst case exceeds `max_context` or rollout.cache_tokens, or a prompt its limit."""
+def check_fits(
+    config: Config, prompts, problems: Sequence[Problem], max_context: int, *, cuda: bool = False
+) -> WorstCase:
+    """Raises ConfigError when the worst case exceeds `max_context` or the cache that rollout.cache_tokens bounds, or a
+    prompt its limit. `cuda`: the model lies on a GPU."""
     worst = worst_case(config, prompts, problems)
     if worst.longest > max_context:
         raise ConfigError(
@@ -53,9 +57,10 @@ def check_fits(config: Config, prompts, problems: Sequence[Problem], max_context
             f"({worst.longest} tokens) would exceed the model's context of {max_context}; lower it, the other L_max or "
             "rollout.set_size"
         )
-    if worst.longest > config.rollout.cache_tokens:
+    cache = cache_tokens(config.rollout, cuda=cuda)
+    if cache is not None and worst.longest > cache:
         raise ConfigError(
-            f"rollout.cache_tokens: {config.rollout.cache_tokens} cannot be used: the longest sequence alone may need "
+            f"rollout.cache_tokens: {cache} cannot be used: the longest sequence alone may need "
             f"{worst.longest} tokens; raise it or lower {worst.key}"
         )
     return worst

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -10,7 +11,8 @@ from peft.tuners.lora import LoraLayer
 
 from spiral_fast.learner.policy_source import PolicySource
 from spiral_fast.rollout.sglang.canary import CanaryFailed, check, check_server
-from tests.sglang.test_client import PROMPTS, sample, with_client
+from tests.sglang.test_client import with_client
+from tests.sglang.test_engine import adapters_on
 from tests.sglang.tiny_server import draw_adapter, load, make_config, save_model
 
 
@@ -21,11 +23,11 @@ def test_right_server_with_a_fresh_adapter(server, model_folder, temperature, mo
     before = {name: parameter.clone() for name, parameter in loaded.model.named_parameters()}
 
     async def use(client):
-        await client.identity()
+        before = adapters_on(server)
         await check_server(client, PolicySource(loaded), temperature)
-        return await sample(client, PROMPTS[3], None)
+        assert adapters_on(server) == before
 
-    assert with_client(server, use).cached_tokens == 0  # nothing is left in the cache
+    with_client(server, use)
     for name, parameter in loaded.model.named_parameters():
         assert torch.equal(parameter, before[name])
         assert parameter.requires_grad == ("lora_" in name)
@@ -50,6 +52,23 @@ def test_wrong_base_model(server, tmp_path, changes, says):
             await check_server(client, source, 1.0)
         assert server.url in str(failed.value) and "\n" not in str(failed.value)
         assert await client.alive(20.0)
+
+    with_client(server, use)
+
+
+@pytest.mark.parametrize("named", ["float32", "float", "bfloat16", "half", "auto"])
+def test_another_dtype(server, model_folder, named):
+    """The server computes in float32 whatever it says; the first thing that is asked is its name."""
+    source = PolicySource(load(make_config(model_folder), seed=None))
+
+    async def use(client):
+        client._identity = dataclasses.replace(await client.identity(), dtype=named)
+        if named in ("float32", "float", "auto"):
+            await check_server(client, source, 1.0)
+        else:
+            theirs = {"half": "float16"}.get(named, named)
+            with pytest.raises(CanaryFailed, match=f"in {theirs}; the learner computes in float32: .* model.dtype"):
+                await check_server(client, source, 1.0)
 
     with_client(server, use)
 

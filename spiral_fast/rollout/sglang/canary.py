@@ -14,7 +14,7 @@ import torch
 from spiral_fast.learner.nonzero_adapter import nonzero_adapter
 from spiral_fast.learner.policy_source import PolicySource
 from spiral_fast.rollout.engine import EngineFailed
-from spiral_fast.rollout.sglang.client import Client, RequestRefused
+from spiral_fast.rollout.sglang.client import Client, RequestRefused, ServerIdentity
 
 NEW_TOKENS = 24
 # Largest |difference| of a token's log-prob in float32; measured on CPU: 5e-6.
@@ -23,6 +23,7 @@ LARGEST_GAP = 1e-3
 LARGEST_GAP_16_BIT = 0.2
 # In 16 bits an adapter is there if its own log-probs are so much nearer than those without it; measured: 5 to 14 times.
 NEARER = 3.0
+OTHER_NAMES = {"half": "float16", "float": "float32"}  # of SGLang's dtypes; its "auto" says nothing
 SAMPLES = 4  # of which the mean is taken for that
 
 
@@ -39,21 +40,17 @@ async def check_server(client: Client, source: PolicySource, temperature: float,
     """At the start: the server has the learner's base model, and applies every tensor of an adapter and its scale.
 
     The adapter tried is a non-zero one on the learner's layers, loaded under `name` and unloaded again: a fresh one's B
-    is zero and would prove nothing. Leaves an empty cache. Raises CanaryFailed.
+    is zero and would prove nothing. Raises CanaryFailed.
     """
-    identity = await client.identity()
-    if identity.vocabulary is not None and identity.vocabulary != source.vocabulary:
-        raise CanaryFailed(
-            f"SGLang server {client.url} serves {identity.model_path!r}, whose vocabulary has {identity.vocabulary} "
-            f"tokens; the learner's has {source.vocabulary}: give both the same model.path"
-        )
+    _compare_names(client.url, await client.identity(), source)
     await _compare(client, None, source, temperature, "its base model is not the learner's: give both one model.path")
     with nonzero_adapter(source.model, seed=0):
         await client.load_adapter(name, source.adapter())
         why = "it does not apply the adapter it was sent as the learner does"
-        await _compare(client, name, source, temperature, why, samples=SAMPLES, nearer=NEARER)
-        await client.unload_adapter(name)
-    await client.flush()
+        try:
+            await _compare(client, name, source, temperature, why, samples=SAMPLES, nearer=NEARER)
+        finally:
+            await client.unload_adapter(name)
 
 
 async def check(client: Client, adapter: str, source: PolicySource, temperature: float) -> float:
@@ -61,6 +58,19 @@ async def check(client: Client, adapter: str, source: PolicySource, temperature:
     token's log-prob. Raises CanaryFailed."""
     why = f"{adapter!r} is not the learner's present adapter; start the server anew, then go on"
     return await _compare(client, adapter, source, temperature, why)
+
+
+def _compare_names(url: str, server: ServerIdentity, source: PolicySource) -> None:
+    """What the server says about its model is true of the learner's."""
+    serves = f"SGLang server {url} serves {server.model_path!r}"
+    if server.vocabulary not in (None, source.vocabulary):
+        raise CanaryFailed(
+            f"{serves}, whose vocabulary has {server.vocabulary} tokens; the learner's has {source.vocabulary}: give "
+            "both the same model.path"
+        )
+    theirs, ours = OTHER_NAMES.get(server.dtype, server.dtype), str(source.dtype).removeprefix("torch.")
+    if theirs not in ("auto", ours):
+        raise CanaryFailed(f"{serves} in {theirs}; the learner computes in {ours}: give both the same model.dtype")
 
 
 async def _compare(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+import secrets
 import shutil
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -80,6 +82,7 @@ class Client:
         self._adapter_folder = adapter_folder
         self._identity: ServerIdentity | None = None
         self._asking: asyncio.Task[bool] | None = None  # whether it lives
+        self._unanswered: set[str] = set()  # ids of requests, also of those that were cancelled here
         self._http = httpx.AsyncClient(
             base_url=self.url,
             # One connection a request: SGLang closes an idle one, perhaps as the next request is on its way.
@@ -120,12 +123,13 @@ class Client:
             sampling["sampling_seed"] = seed
         body = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": max_new_tokens > 0}
         answer = await self._generate(body, adapter)
-        meta, tokens = answer["meta_info"], answer["output_ids"]
-        reason = meta["finish_reason"]["type"]
-        logp = [entry[0] for entry in meta.get("output_token_logprobs", ())]
         what = f"{len(prompt)} tokens of prompt"
+        with self._reading(what):
+            meta, tokens = answer["meta_info"], answer["output_ids"]
+            reason, counted = meta["finish_reason"]["type"], (meta["prompt_tokens"], meta["cached_tokens"] or 0)
+            logp = np.array([entry[0] for entry in meta.get("output_token_logprobs", ())], dtype=np.float32)
         if max_new_tokens == 0:
-            tokens, logp = [], []
+            tokens, logp = [], logp[:0]
         if len(logp) != len(tokens) or reason not in ("stop", "length"):
             raise RequestRefused(self.url, what, f"{len(tokens)} tokens, {len(logp)} log-probs, end by {reason!r}")
         if reason == "stop" and tokens[-1] not in stop_token_ids:
@@ -134,9 +138,7 @@ class Client:
         if reason == "length" and len(tokens) < max_new_tokens:
             why = f"it cut the trace at {len(tokens)} of {max_new_tokens} tokens: its context or cache is too small"
             raise RequestRefused(self.url, what, why)
-        return Generated(
-            tokens, np.array(logp, dtype=np.float32), reason, meta["prompt_tokens"], meta["cached_tokens"] or 0
-        )
+        return Generated(tokens, logp, reason, *counted)
 
     async def prompt_log_probs(self, tokens: Sequence[int], *, adapter: str | None) -> np.ndarray:
         """(len(tokens) - 1,) float32 log-probs of tokens[1:] at temperature 1, the only one that SGLang has for
@@ -147,8 +149,10 @@ class Client:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        entries = (await self._generate(body, adapter))["meta_info"]["input_token_logprobs"]
-        return np.array([logp for logp, *_ in entries[1:]], dtype=np.float32)  # nothing predicts the first
+        answer = await self._generate(body, adapter)
+        with self._reading("to compute log-probs"):
+            entries = answer["meta_info"]["input_token_logprobs"]
+            return np.array([logp for logp, *_ in entries[1:]], dtype=np.float32)  # nothing predicts the first
 
     async def load_adapter(self, name: str, adapter: Adapter) -> None:
         """Under a new name. Raises RequestRefused where the server has no place for it, before anything is sent."""
@@ -179,8 +183,9 @@ class Client:
             shutil.rmtree(self._adapter_folder / name, ignore_errors=True)
 
     async def abort(self) -> None:
-        """End every request that the server has, whoever sent it."""
-        await self._post("/abort_request", {"abort_all": True}, "to abort its requests")
+        """End every request of this client on the server; nobody here may still wait for one."""
+        ids, self._unanswered = self._unanswered, set()
+        await asyncio.gather(*(self._post("/abort_request", {"rid": id}, "to abort a request") for id in ids))
 
     async def flush(self) -> None:
         """Empty the cache. Raises RequestRefused while requests are pending."""
@@ -189,13 +194,15 @@ class Client:
     async def identity(self) -> ServerIdentity:
         """Asked once."""
         if self._identity is None:
-            info = (await self._get("/server_info")).json()
-            model = (await self._get("/model_info")).json()
-            self._identity = _identity(info, model, await self._vocabulary())
+            info, model = await self._get("/server_info"), await self._get("/model_info")
+            vocabulary = await self._vocabulary()
+            with self._reading("to say what it is"):
+                self._identity = _identity(info.json(), model.json(), vocabulary)
         return self._identity
 
     async def alive(self, timeout_s: float) -> bool:
-        """Whether a token comes out of its model within `timeout_s` (of any request, if it is at work)."""
+        """Whether a token comes out of its model within `timeout_s` (of any request, if it is at work). Raises
+        RequestRefused where something else than SGLang answers."""
         end = time.monotonic() + timeout_s
         while (left := end - time.monotonic()) > 0:
             try:
@@ -207,6 +214,9 @@ class Client:
             else:
                 if answer.status_code == 200:
                     return True
+                if answer.status_code < 500:
+                    why = f"it answers {answer.status_code}: is there an SGLang server?"
+                    raise RequestRefused(self.url, "/health_generate", why)
             await asyncio.sleep(min(0.5, max(0.0, end - time.monotonic())))  # starting, or SGLang's own limit of 20 s
         return False
 
@@ -223,14 +233,25 @@ class Client:
     async def _generate(self, body: dict[str, Any], adapter: str | None) -> dict[str, Any]:
         if adapter is not None:
             body["lora_path"] = adapter  # SGLang's word for the adapter's name
-        answer = (await self._post("/generate", body, f"{len(body['input_ids'])} tokens of prompt")).json()
-        reason = answer["meta_info"]["finish_reason"]
-        if reason["type"] == "abort":
-            why = reason.get("message", "it aborted the request")
-            if (reason.get("status_code") or 400) >= 500:
-                raise ServerLost(self.url, why)
-            raise RequestRefused(self.url, f"{len(body['input_ids'])} tokens of prompt", why)
-        return answer
+        # All ids have one length: SGLang ends every request whose id begins with the one it is told to end.
+        id = body["rid"] = secrets.token_hex(16)
+        self._unanswered.add(id)
+        what = f"{len(body['input_ids'])} tokens of prompt"
+        try:
+            answer = await self._post("/generate", body, what)
+        except Exception:
+            self._unanswered.discard(id)
+            raise
+        self._unanswered.discard(id)
+        with self._reading(what):
+            found = answer.json()
+            reason = found["meta_info"]["finish_reason"]
+            if reason["type"] == "abort":
+                why = reason.get("message", "it aborted the request")
+                if (reason.get("status_code") or 400) >= 500:
+                    raise ServerLost(self.url, why)
+                raise RequestRefused(self.url, what, why)
+        return found
 
     async def _vocabulary(self) -> int | None:
         """SGLang tells it only to whoever asks for a token beyond it."""
@@ -267,6 +288,17 @@ class Client:
         if answer.status_code >= 400:
             raise RequestRefused(self.url, what, _words(answer))
         return answer
+
+    @contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        """Within: an answer that is none of SGLang's, or of another release's, is a refusal."""
+        try:
+            yield
+        except RequestRefused:
+            raise
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            why = f"its answer is not SGLang's ({type(error).__name__}: {error})"
+            raise RequestRefused(self.url, what, " ".join(why.split())) from None
 
     async def _lives(self) -> bool:
         """One question for all who wait."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -26,15 +27,20 @@ class Connection(Protocol):
 class ByUrl:
     def __init__(self, url: str, api_key: str | None, timeout_s: float, adapter_folder: Path | None):
         self.url = url.rstrip("/")
-        self._client = Client(url, api_key, timeout_s=timeout_s, adapter_folder=adapter_folder)
+        self._make_client = partial(Client, url, api_key, timeout_s=timeout_s, adapter_folder=adapter_folder)
+        self._client: Client | None = None
 
     async def open(self) -> Client:
+        """A new client each time: whoever answers now is asked anew what it is."""
+        await self.close()
+        self._client = self._make_client()
         while not await self._client.alive(self._client.timeout_s):
             await asyncio.sleep(ASK_AGAIN_S)
         return self._client
 
     async def close(self) -> None:
-        await self._client.aclose()
+        if self._client:
+            await self._client.aclose()
 
 
 class OwnServer:

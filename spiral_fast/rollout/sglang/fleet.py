@@ -51,6 +51,7 @@ class Fleet:
     ):
         self.connections, self._source, self._emit, self._say = connections, source, emit, say
         self._temperature, self._timeout_s, self._start_timeout_s = temperature, timeout_s, start_timeout_s
+        self._seeded = seeded
         self.servers = [Server(number, connection.url) for number, connection in enumerate(connections)]
         self.dispatcher = Dispatcher(
             self.servers,
@@ -74,9 +75,9 @@ class Fleet:
         longest = []
         for server in self.servers:  # one after the other: a check puts another adapter in place meanwhile
             try:
-                await canary.check_server(server.client, self._source, self._temperature, name=self._new_name())
+                await self._prove(server)
                 identity = await server.client.identity()
-            except (ServerLost, RequestRefused) as error:
+            except ServerLost as error:
                 raise EngineFailed(str(error)) from None
             longest.append(min(identity.max_context, identity.cache_tokens or identity.max_context))
         return min(longest)
@@ -85,7 +86,7 @@ class Fleet:
         try:
             async with asyncio.timeout(self._start_timeout_s + self._timeout_s):  # an own server has its own limit
                 server.client = await self.connections[server.number].open()
-        except ServerFailed as error:
+        except (ServerFailed, RequestRefused) as error:
             raise EngineFailed(str(error)) from None
         except TimeoutError:
             raise EngineFailed(
@@ -94,21 +95,49 @@ class Fleet:
             ) from None
         server.url = server.client.url
 
+    async def _prove(self, server: Server) -> None:
+        """That it can serve this learner. Raises EngineFailed, ServerLost."""
+        try:
+            if self._seeded and not (await server.client.identity()).deterministic:
+                raise EngineFailed(
+                    f"SGLang server {server.url} honours no seeds, as rollout.sglang.deterministic says it does; start "
+                    "it with --enable-deterministic-inference, or set the key to false"
+                )
+            await canary.check_server(server.client, self._source, self._temperature, name=self._new_name())
+        except RequestRefused as error:
+            raise EngineFailed(str(error)) from None
+
     async def update(self) -> None:
         """The learner's present policy on every server that answers."""
         self._adapter = self._source.adapter()
+        up = [server for server in self.servers if server.client]
         for server in self.servers:
             server.up = False
-        await _all(self.admit(server) for server in self.servers)
+        for server in up:
+            if server.number in self._why:
+                await self._prove_again(server)
+        await _all(self._give(server) for server in up)
 
     async def admit(self, server: Server) -> None:
-        """Give a server that answers the present policy, under a new name; it takes requests from then on."""
-        if server.client is None or server.up:
+        """A lost server that answers again, perhaps as another one: prove it, and give it the present policy."""
+        if server.client and not server.up:
+            await self._prove_again(server)
+            await self._give(server)
+
+    async def _prove_again(self, server: Server) -> None:
+        try:
+            await self._prove(server)
+        except ServerLost as error:
+            self._lose(server, error.why)
+
+    async def _give(self, server: Server) -> None:
+        """The present policy, under a new name; it takes requests from then on."""
+        if server.client is None:
             return
         client, name, mine = server.client, self._new_name(), self._names[server.number]
         try:
-            await client.load_adapter(name, self._adapter)
             mine.append(name)
+            await client.load_adapter(name, self._adapter)
             await canary.check(client, name, self._source, self._temperature)
             while len(mine) > 1:
                 with suppress(RequestRefused):  # a server that was started anew does not know it
@@ -209,7 +238,7 @@ class Fleet:
         await asyncio.sleep(OPEN_AGAIN_S)
         try:
             server.client = await self.connections[server.number].open()
-        except ServerFailed as error:
+        except (ServerFailed, RequestRefused) as error:
             self._emit(EngineFailed(f"the SGLang server {server.url} was lost ({self._why[server.number]}): {error}"))
             return
         server.url = server.client.url
