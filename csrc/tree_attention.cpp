@@ -145,12 +145,12 @@ struct Backward {
           packed_dv(buffer(CHUNK * s.padded)), delta(buffer(s.columns)), norm(buffer(s.columns)),
           row(buffer(s.padded)) {}
 
-    // dk and dv (rows, padded) are added to.
-    void strip(int64_t kv, int64_t first, int64_t end, const HeadRows &k, const HeadRows &v, float *dk, float *dv,
-               Result to) {
+    // dk and dv (rows of all parts, padded) are added to.
+    void strip(int64_t kv, int64_t first, int64_t end, const HeadRows &k, const HeadRows &v, const Part &part,
+               float *dk, float *dv, Result to) {
         const bool finite = q.load(x.q, kv, first, end, s, x.scale) & d.load(d_out, kv, first, end, s, 1) & k.finite;
         if (!finite && end - first > 1) {  // hidden pairs count 0 times their values: each row a strip of its own
-            for (int64_t r = first; r < end; ++r) strip(kv, r, r + 1, k, v, dk, dv, to);
+            for (int64_t r = first; r < end; ++r) strip(kv, r, r + 1, k, v, part, dk, dv, to);
             return;
         }
         std::fill_n(delta.get(), s.columns, 0.0f);
@@ -166,7 +166,7 @@ struct Backward {
             }
         std::fill_n(dq.get(), s.columns * s.padded, 0.0f);
         paths.chunks(first, end, s, keys, [&](const Chunk &chunk) {
-            add(chunk, first, end, k.rows.get(), v.rows.get(), dk, dv);
+            add(chunk, first, end, k.rows.get(), v.rows.get(), part, dk, dv);
         });
         for (int64_t g = 0; g < s.heads; ++g)
             for (int64_t r = 0; r < end - first; ++r) {
@@ -177,7 +177,8 @@ struct Backward {
     }
 
   private:
-    void add(const Chunk &chunk, int64_t first, int64_t end, const float *k, const float *v, float *dk, float *dv) {
+    void add(const Chunk &chunk, int64_t first, int64_t end, const float *k, const float *v, const Part &part,
+             float *dk, float *dv) {
         const int64_t width = s.padded, columns = s.columns, n = chunk.n;
         const float *const rows_k = chunk.rows(k, width, packed_k.get());
         multiply(n, columns, width, rows_k, width, 1, q.transposed.get(), columns, probability.get(), columns, false);
@@ -197,62 +198,58 @@ struct Backward {
                 store(d_at, of_score);
             }
         multiply(columns, width, n, d_scores.get(), 1, columns, rows_k, width, dq.get(), width, true);
-        gradient(chunk, probability.get(), d.rows.get(), packed_dv.get(), dv);
-        gradient(chunk, d_scores.get(), q.rows.get(), packed_dk.get(), dk);
+        gradient(chunk, probability.get(), d.rows.get(), packed_dv.get(), part, dv);
+        gradient(chunk, d_scores.get(), q.rows.get(), packed_dk.get(), part, dk);
     }
 
-    // to (rows, padded), in the rows of the chunk's keys, += weights (n, columns) rows (columns, padded)
-    void gradient(const Chunk &chunk, const float *weights, const float *rows, float *packed, float *to) const {
+    // to (rows of all parts, padded), where the chunk's keys are, += weights (n, columns) rows (columns, padded)
+    void gradient(const Chunk &chunk, const float *weights, const float *rows, float *packed, const Part &part,
+                  float *to) const {
         const int64_t width = s.padded;
-        float *const together = to + chunk.key[0] * width;
+        float *const together = to + part.place(chunk.key[0], paths) * width;
         const bool in_place = chunk.together();
         multiply(chunk.n, width, s.columns, weights, s.columns, 1, rows, width, in_place ? together : packed, width,
                  in_place);
         if (!in_place)
             for (int64_t i = 0; i < chunk.n; ++i)
                 for (int64_t j = 0; j < width; j += LANES) {
-                    float *const at = to + chunk.key[i] * width + j;
+                    float *const at = to + part.place(chunk.key[i], paths) * width + j;
                     store(at, load(at) + load(packed + i * width + j));
                 }
     }
 };
 
-// Strips of about equal work for each part: strip bounds[p] is the first of part p.
-std::vector<int64_t> bounds_of(int parts, const Shape &s, const Paths &paths) {
-    std::vector<int64_t> work(s.strips + 1), bounds(parts + 1);
-    for (int64_t i = 0; i < s.strips; ++i) work[i + 1] = work[i] + paths.length[i * s.strip] + s.strip;
-    for (int p = 0; p <= parts; ++p)
-        bounds[p] = std::lower_bound(work.begin(), work.end(), work.back() * p / parts) - work.begin();
-    return bounds;
-}
-
 void backward(const TreeAttention &x, Heads d_out, Heads out, const float *lse, Result dq, Result dk, Result dv) {
     const Shape s(x);
     const Paths paths(x);
-    const int parts = (int)std::clamp<int64_t>(s.strips, 1, x.threads);
-    const auto bounds = bounds_of(parts, s, paths);
-    const int64_t size = s.rows * s.padded;
+    const auto parts = parts_of(x.threads, s, paths);
+    const int64_t size = parts.back().end_at(paths) * s.padded;
     HeadRows k(s), v(s);
-    const Buffer part_dk = buffer(parts * size), part_dv = buffer(parts * size);  // added up in their order
+    const Buffer part_dk = buffer(size), part_dv = buffer(size);
 #pragma omp parallel num_threads(x.threads)
     {
         Backward work(x, s, paths, d_out, out, lse);
         for (int64_t kv = 0; kv < x.k.heads; ++kv) {
             k.load(x.k, kv, s), v.load(x.v, kv, s);
 #pragma omp for schedule(static, 1)
-            for (int p = 0; p < parts; ++p) {
-                float *const dk_here = part_dk.get() + p * size, *const dv_here = part_dv.get() + p * size;
-                std::fill_n(dk_here, size, 0.0f);
-                std::fill_n(dv_here, size, 0.0f);
-                for (int64_t i = bounds[p]; i < bounds[p + 1]; ++i)
-                    work.strip(kv, i * s.strip, std::min((i + 1) * s.strip, s.rows), k, v, dk_here, dv_here, dq);
+            for (size_t p = 0; p < parts.size(); ++p) {
+                const Part &part = parts[p];
+                for (float *sums : {part_dk.get(), part_dv.get()})
+                    std::fill(sums + part.at * s.padded, sums + part.end_at(paths) * s.padded, 0.0f);
+                for (int64_t row = part.first; row < part.end; row += s.strip)
+                    work.strip(kv, row, std::min<int64_t>(row + s.strip, part.end), k, v, part, part_dk.get(),
+                               part_dv.get(), dq);
             }
 #pragma omp for schedule(static)
             for (int64_t row = 0; row < s.rows; ++row)
                 for (auto [from, to] : {std::pair(part_dk.get(), dk), std::pair(part_dv.get(), dv)}) {
-                    float *const sum = from + row * s.padded;
-                    for (int p = 1; p < parts; ++p)
-                        for (int64_t j = 0; j < s.padded; ++j) sum[j] += sum[p * size + j];
+                    float *sum = nullptr;  // in the order of the parts
+                    for (const Part &part : parts) {
+                        if (!part.reads(row, paths)) continue;
+                        float *const its = from + part.place(row, paths) * s.padded;
+                        for (int64_t j = 0; sum && j < s.padded; ++j) sum[j] += its[j];
+                        sum = sum ? sum : its;
+                    }
                     write_row(sum, to, kv, row, s.d);
                 }
         }

@@ -133,5 +133,36 @@ struct Paths {
     }
 };
 
+// Strips of neighbouring rows that one thread takes. Their gradients of keys lie without gaps: those above the first
+// row on its path, then its own rows. So parts need few rows more than the tree has, however many threads there are.
+struct Part {
+    int32_t first, end;
+    int64_t at;  // where its gradients begin
+    bool reads(int32_t key, const Paths &paths) const {
+        return key < end && (key >= first || paths.until[key] > first);
+    }
+    int64_t place(int32_t key, const Paths &paths) const {
+        return at + (key < first ? paths.length[key] : key - first + paths.length[first]) - 1;
+    }
+    int64_t end_at(const Paths &paths) const { return place(end - 1, paths) + 1; }
+};
+
+// At most `most` parts of about equal work.
+std::vector<Part> parts_of(int most, const Shape &s, const Paths &paths) {
+    std::vector<int64_t> work(s.strips + 1);
+    for (int64_t i = 0; i < s.strips; ++i) work[i + 1] = work[i] + paths.length[i * s.strip] + s.strip;
+    std::vector<Part> parts;
+    int64_t at = 0;
+    for (int32_t first = 0, p = 1; p <= most; ++p) {
+        const auto last = std::lower_bound(work.begin(), work.end(), work.back() * p / most);
+        const int32_t end = (int32_t)std::min((last - work.begin()) * s.strip, s.rows);
+        if (end == first) continue;
+        parts.push_back({first, end, at});
+        at = parts.back().end_at(paths);
+        first = end;
+    }
+    return parts;
+}
+
 }  // namespace
 }  // namespace spiral::SPIRAL_ISA

@@ -132,6 +132,13 @@ def test_bfloat16_is_as_exact_as_torchs(backend, name):
         assert (mine.double() - true).abs().max() <= (its.double() - true).abs().max() + 1e-3
 
 
+def test_bfloat16_results_are_rounded_to_nearest_even(backend):
+    need_dtype(backend, torch.bfloat16)
+    v = torch.tensor([[1.0, 1 + 2**-7, -1.0], [1 + 2**-7, 1 + 2**-6, -1 - 2**-7]], dtype=torch.bfloat16)[:, None]
+    out = tree_attention(torch.zeros_like(v), torch.zeros_like(v), v, tree_of([-1], [2]))
+    assert torch.equal(out[1], v.float().mean(0).bfloat16())  # the mean of neighbours lies half way
+
+
 def test_large_scores(backend):
     """exp would overflow without the row's maximum taken out, and vanish with any other."""
     nodes = tree_of(*TREES["two levels"])
@@ -209,6 +216,26 @@ def test_what_is_not_finite_stays_with_the_rows_that_see_it(backend, where, dtyp
             if value != value and not (name == "out" and where == "d_out") and not (name == "dv" and where == "v"):
                 of_row = mine[row].isnan().any(-1)
                 assert of_row.any(), f"{name} must be nan where {where} is"
+
+
+@pytest.mark.parametrize("rows", [3, 16, 40])
+def test_a_score_of_minus_infinity_is_a_weight_of_zero(backend, rows):
+    """Strips and tiles that are not full must not add anything for the queries that they lack."""
+    if backend == "cascade":
+        pytest.skip("torch's flash attention gives nan there")
+    nodes, key = tree_of([-1], [rows]), 1
+    qkv, d_out = inputs(rows, (4, 2), 16, torch.float32)
+    changed = [x.detach().clone() for x in qkv]
+    changed[0].abs_()
+    changed[1][key] = -torch.inf
+    found = ours([x.requires_grad_() for x in changed], d_out, nodes)
+    mask = sees(nodes)
+    mask[key + 1 :, key] = False  # as if hidden, from all but its own row, which sees nothing else finite than row 0
+    mask[key, key] = False
+    finite = [changed[0], changed[1].detach().nan_to_num(neginf=0.0).requires_grad_(), changed[2]]
+    out, *_, dv = truth(finite, d_out, mask)
+    torch.testing.assert_close(found[0].double(), out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[3].double(), dv, rtol=1e-5, atol=1e-5)
 
 
 def test_permuted_siblings_have_the_same_gradient(backend):
@@ -511,6 +538,43 @@ def test_native_instruction_sets_and_threads(instructions, threads):
         force_backend(None, "tree_attention")
         torch.set_num_threads(n_threads)
         _native.use_instruction_set(best)
+
+
+@pytest.mark.skipif(bool(BACKENDS["native"]), reason=str(BACKENDS["native"]))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["two levels", "branches at every row"])
+def test_native_threads_change_no_more_than_the_order_of_sums_over_queries(name, dtype):
+    nodes, n_threads = tree_of(*TREES[name]), torch.get_num_threads()
+    qkv, d_out = inputs(int(nodes[1][-1]), (9, 3), 20, dtype)
+    force_backend("native", "tree_attention")
+    try:
+        torch.set_num_threads(1)
+        alone = ours(qkv, d_out, nodes)
+        for threads in (2, 3, 9):  # 9: more than strips of the second tree
+            torch.set_num_threads(threads)
+            together, again = ours(qkv, d_out, nodes), ours(qkv, d_out, nodes)
+            assert all(map(torch.equal, together, again))
+            assert all(map(torch.equal, together[:2], alone[:2]))  # out, dq
+            tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.01, "atol": 1e-3}
+            for mine, its in zip(together[2:], alone[2:], strict=True):
+                torch.testing.assert_close(mine, its, **tolerance)
+    finally:
+        force_backend(None, "tree_attention")
+        torch.set_num_threads(n_threads)
+
+
+@pytest.mark.skipif(bool(BACKENDS["native"]), reason=str(BACKENDS["native"]))
+@pytest.mark.parametrize("d", [1, 8, 17, 300])
+@pytest.mark.parametrize("heads", [(4, 4), (8, 1)])
+def test_native_any_width(heads, d):
+    nodes = tree_of(*TREES["two levels"])
+    qkv, d_out = inputs(int(nodes[1][-1]), heads, d, torch.float32)
+    force_backend("native", "tree_attention")
+    try:
+        for mine, true in zip(ours(qkv, d_out, nodes), truth(qkv, d_out, sees(nodes)), strict=True):
+            torch.testing.assert_close(mine.double(), true, rtol=1e-5, atol=2e-5)
+    finally:
+        force_backend(None, "tree_attention")
 
 
 def test_offsets_are_64_bit(backend):

@@ -1,8 +1,10 @@
 """tree_attention in C++ (csrc/tree_attention.cpp): CPU, float32 and bfloat16, torch's number of threads.
 
 Strips of 16 queries, those of all heads that read a key head at once, walk the keys that they see: their path, packed
-where siblings' subtrees lie between. All arithmetic in float32. Beyond the results: k and v of one key head in float32,
-the backward their gradients too, for each thread. Runs of the same number of threads are bit-equal.
+where siblings' subtrees lie between. All arithmetic in float32. Memory beyond the results: k and v of one key head in
+float32; the backward's gradients of them too, and for each further thread those of one path.
+
+out and dq are bit-equal for any number of threads; dk and dv, sums over threads, for the same number.
 """
 
 from __future__ import annotations
