@@ -137,6 +137,7 @@ def test_what_rounding_to_tiles_costs_in_spirals_shape():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.timeout(600)
 def test_values_in_the_interpreter():
     """Cases of their own and those of test_tree_attention.py; the interpreter is chosen when a process starts."""
     files = ("interpreted_tree_attention.py", "test_tree_attention.py")

@@ -163,6 +163,8 @@ def _setup_context(ctx, inputs, output):
 def _autograd(ctx, grad_logp, *_):
     need_hidden, need_weight = ctx.needs_input_grad[:2]
     d_hidden = d_weight = None
+    if grad_logp is None:
+        return (None,) * 10
     if ctx.with_gradient:
         d_logp, row_index = ctx.saved_tensors
         d_hidden = tiled.sum_by_hidden_row(grad_logp[:, None] * d_logp, ctx.like, ctx.hidden_dtype, row_index)

@@ -218,6 +218,8 @@ def _setup_context(ctx, inputs, output):
 
 
 def _autograd(ctx, grad_loss, *_):
+    if grad_loss is None:
+        return (None,) * ctx.n_inputs
     gradients = (
         first_only("linear_policy_loss", d * grad_loss.to(d.dtype)) if need else None
         for d, need in zip(ctx.saved_tensors, ctx.needs_input_grad[:2], strict=True)

@@ -214,6 +214,8 @@ def _setup_context(ctx, inputs, output):
 
 
 def _autograd(ctx, grad_loss, *_):
+    if grad_loss is None:
+        return (None,) * ctx.n_inputs
     (d_logp,) = ctx.saved_tensors
     return first_only("policy_loss", grad_loss * d_logp), *([None] * (ctx.n_inputs - 1))
 
