@@ -14,10 +14,13 @@ from typer.testing import CliRunner
 
 from spiral_fast.commands import app
 from spiral_fast.config import load_config
+from spiral_fast.rollout.engine import EngineFailed, RequestsLost, generate
 from spiral_fast.rollout.sglang.base_model import base_model
 from spiral_fast.rollout.sglang.names import KEY_VARIABLE
 from spiral_fast.rollout.sglang.server import ServerProcess
-from tests.sglang.test_engine import adapters_on
+from tests.sglang.switch import Switch
+from tests.sglang.test_engine import adapters_on, ask, gaps, make_engine, request
+from tests.sglang.tiny_server import load, make_config
 
 SMALL = [
     "batch.live_problems=4",
@@ -30,9 +33,11 @@ SMALL = [
 
 
 @pytest.fixture(scope="module")
-def parts_server(tmp_path_factory) -> Iterator[ServerProcess]:
+def parts_server(server, tmp_path_factory) -> Iterator[ServerProcess]:
+    """With the key of the other server."""
     config = load_config("configs/demo.yaml", [*SMALL, "rollout.engine=sglang"])
-    process = ServerProcess(config, base_model(config.model), tmp_path_factory.mktemp("server") / "server.log")
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    process = ServerProcess(config, base_model(config.model), log, api_key=server.api_key)
     process.start()
     yield process
     process.stop()
@@ -122,3 +127,31 @@ def test_dry_run_asks_no_server(on_server, tmp_path):
     assert done.exit_code == 0, done.output
     assert "rollout engine sglang, servers http://127.0.0.1:1" in done.output
     assert not (tmp_path / "none").exists()
+
+
+def test_a_server_that_comes_back_with_another_model(server, parts_server, model_folder):
+    """Behind the same URL and key. It is asked anew what it is, before it gets an adapter."""
+    loaded = load(make_config(model_folder))
+    switch = Switch(server.url)
+    switch.api_key = server.api_key
+    before, there = adapters_on(parts_server), adapters_on(server)
+    engine = make_engine(loaded, [switch])
+    try:
+        asked = [request([5, 6, 7], index=i, max_new_tokens=200) for i in range(16)]
+        assert max(gaps(loaded, asked, generate(engine, asked))) <= 1e-4
+        for one in asked:
+            engine.add(one)
+        switch.turn(parts_server.url)
+        with pytest.raises(RequestsLost):
+            while engine.step():
+                pass
+        for one in asked:
+            engine.add(one)
+        with pytest.raises(EngineFailed, match="whose vocabulary has .* tokens; the learner's has 50"):
+            engine.step()
+    finally:
+        engine.close()
+        switch.close()
+        for name in adapters_on(server) - there:  # whoever comes back has none of them
+            ask(server, "/unload_lora_adapter", {"lora_name": name})
+    assert adapters_on(parts_server) == before

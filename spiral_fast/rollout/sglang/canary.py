@@ -17,7 +17,7 @@ from spiral_fast.rollout.engine import EngineFailed
 from spiral_fast.rollout.sglang.client import Client, RequestRefused, ServerIdentity
 
 NEW_TOKENS = 24
-# Largest |difference| of a token's log-prob in float32; measured on CPU: 5e-6.
+# Largest |difference| of a token's log-prob in float32; 120 checks of a tiny model on a CPU: 1.2e-5, the median 2e-6.
 LARGEST_GAP = 1e-3
 # Mean |difference| of the tokens' log-probs in 16 bits, where two right computations differ by some 0.06 nats.
 LARGEST_GAP_16_BIT = 0.2
