@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from spiral_fast.config import Config, ConfigError, refusals
 from spiral_fast.rollout.sglang.base_model import BaseModel, base_model
-from spiral_fast.rollout.sglang.server import server_flags
+from spiral_fast.rollout.sglang.server import ServerProcess, server_flags
 from tests.learner.tiny import base_model as tiny_model
 from tests.learner.tiny import save_tokenizer
 
@@ -110,3 +111,13 @@ def test_gguf_weights_lie_in_a_folder_that_is_written_once():
     assert {"model.safetensors", "config.json"} <= written.keys()
     assert base_model(config.model) == first
     assert written == {file.name: file.stat().st_mtime_ns for file in first.folder.iterdir()}
+
+
+def test_only_the_end_of_a_log_is_read(tmp_path):
+    server = ServerProcess(make_config(device="cpu"), BASE, tmp_path / "log")
+    server._begin = 0
+    with open(server.log, "wb") as log:
+        log.truncate(1 << 40)  # sparse
+        log.seek(0, os.SEEK_END)
+        log.write(b"\nthe last line\n")
+    assert server.log_end().endswith("\n  the last line") and len(server.log_end()) < 70_000

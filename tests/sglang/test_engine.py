@@ -464,7 +464,7 @@ def test_a_server_that_is_not_there(loaded, server):
     class Nobody:
         url, api_key = "http://127.0.0.1:1", None
 
-    engine = make_engine(loaded, [server, Nobody], start_timeout_s=0.5, timeout_s=0.5)
+    engine = make_engine(loaded, [server, Nobody], start_timeout_s=5.0, timeout_s=5.0)
     with pytest.raises(EngineFailed, match="http://127.0.0.1:1 does not generate within .*start_timeout_s"):
         engine.set_policy(0)
     engine.close()

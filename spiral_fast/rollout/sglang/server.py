@@ -32,6 +32,7 @@ ADAPTERS_IN_A_BATCH = 3
 # memory; without a GPU there is nothing to wait for.
 STOP_S = {"cuda": 30.0, "cpu": 1.0}
 LOG_LINES = 12  # of a server that did not start, shown
+LOG_BYTES = 1 << 16  # of its log, read for them
 
 
 class ServerFailed(EngineFailed):
@@ -191,8 +192,8 @@ class ServerProcess:
     def log_end(self) -> str:
         """Its last lines since the start, for a message."""
         with open(self.log, "rb") as log:
-            log.seek(self._begin)
-            lines = log.read().decode(errors="replace").splitlines()
+            log.seek(max(self._begin, log.seek(0, os.SEEK_END) - LOG_BYTES))
+            lines = log.read(LOG_BYTES).decode(errors="replace").splitlines()
         return "".join(f"\n  {line}" for line in [f"; {self.log} ends:", *lines[-LOG_LINES:]])
 
 
