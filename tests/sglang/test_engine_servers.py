@@ -121,6 +121,7 @@ def test_problems_stay_on_one_of_two_servers_and_load_them_evenly(server, start_
         max_running=16,
         timeout_s=20.0,
         start_timeout_s=60.0,
+        say=print,
     )
     found = roll_out(engine, TreePrompts(), list(enumerate(PROBLEMS)), config)
     places = defaultdict(set)

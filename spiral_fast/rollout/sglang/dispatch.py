@@ -107,10 +107,14 @@ class Dispatcher:
         self.servers = servers
         self._emit, self._on_lost = emit, on_lost
         self._max_running, self._stop_token_ids, self._seeded = max_running, stop_token_ids, seeded
+        self.emptied()
         self._reset()
 
-    def _reset(self) -> None:
+    def emptied(self) -> None:
+        """All caches are empty: it no longer matters on which server a problem was. Nothing is pending."""
         self._placement = Placement(len(self.servers))
+
+    def _reset(self) -> None:
         self._ranks: dict[str, int] = {}  # of problems, by their first request since all was idle
         self._prompts = 0  # groups since then
         self._unplaced: dict[str, list[Group]] = {}  # by problem
@@ -158,6 +162,7 @@ class Dispatcher:
     def abandon(self) -> None:
         for server in self.servers:
             server.drop()
+        self.emptied()
         self._reset()
 
     def lose(self, server: Server, why: str) -> None:

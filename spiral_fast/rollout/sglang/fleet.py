@@ -110,6 +110,7 @@ class Fleet:
     async def update(self) -> None:
         """The learner's present policy on every server that answers."""
         self._adapter = self._source.adapter()
+        self.dispatcher.emptied()
         up = [server for server in self.servers if server.client]
         for server in self.servers:
             server.up = False
@@ -158,6 +159,7 @@ class Fleet:
     async def flush(self) -> None:
         """Empty the cache of every server that is up."""
         await self._each(self._flush)
+        self.dispatcher.emptied()
 
     async def _flush(self, server: Server) -> None:
         """Raises EngineFailed for a cache that is in use for longer than timeout_s."""
