@@ -385,7 +385,10 @@ class Stranger:
 
     def __enter__(self) -> Stranger:
         self.pool = ThreadPoolExecutor(2)
-        self.runs: list[Future] = [self.pool.submit(self._run) for _ in range(2)]
+        self.runs: list[Future] = []
+        for _ in range(2):  # one after the other, so that they do not end together
+            self.runs.append(self.pool.submit(self._run))
+            time.sleep(0.3)
         return self
 
     def __exit__(self, *_) -> None:
