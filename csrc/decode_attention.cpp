@@ -5,68 +5,25 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <limits>
 #include <type_traits>
 #include <vector>
+
+#include "vectors.h"
 
 namespace spiral::SPIRAL_ISA {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int LANES = 16;
-#elif defined(__AVX2__)
-constexpr int LANES = 8;
-#else
-constexpr int LANES = 4;
-#endif
-typedef float Vec __attribute__((vector_size(4 * LANES)));
-typedef int32_t IntVec __attribute__((vector_size(4 * LANES)));
-
 constexpr int TILE = 64;    // keys at a time, counted from the start of a path or run
 constexpr int BLOCK = 8;    // keys whose scores are formed together; divides TILE
-constexpr float INF = std::numeric_limits<float>::infinity();
 
-inline Vec load(const float *from) {
-    Vec v;
-    std::memcpy(&v, from, sizeof v);
-    return v;
-}
-inline void store(float *to, Vec v) { std::memcpy(to, &v, sizeof v); }
-inline Vec splat(float x) { return x - Vec{}; }
-inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
+inline Vector max(Vector a, Vector b) { return a > b ? a : b; }
 
 inline float as_float(float x) { return x; }
-inline float as_float(bfloat16 x) {
-    uint32_t bits = uint32_t(x.bits) << 16;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
+inline float as_float(bfloat16 x) { return as_float(uint32_t(x.bits) << 16); }
 inline void put(float &to, float x) { to = x; }
 inline void put(bfloat16 &to, float x) {  // round to nearest even; NaN stays NaN
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
+    const uint32_t bits = as_bits(x);
     to.bits = uint16_t(x != x ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-// exp(x) for x <= 0 within 2 ulp; exactly 1 at 0 and 0 below -87; NaN stays NaN. Polynomial: Cephes.
-inline Vec exponential(Vec x) {
-    const Vec lowest = splat(-87.0f);
-    const Vec clamped = x < lowest ? lowest : x;
-    Vec k = clamped * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer, kept in the low bits
-    const IntVec exponent = reinterpret_cast<IntVec &>(k) << 23;
-    k -= 12582912.0f;
-    Vec r = clamped - k * 0.693359375f;  // ln 2 in two parts: the first product is exact
-    r = r + k * 2.12194440e-4f;
-    Vec p = splat(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    const IntVec bits = reinterpret_cast<IntVec &>(p) + exponent;
-    return x < lowest ? Vec{} : reinterpret_cast<const Vec &>(bits);
 }
 
 inline int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -89,7 +46,7 @@ template <typename T> struct Softmax {
         queries = n;
         lanes = rounded_up(n, LANES);
         query.assign(head_dim * lanes, 0.0f);
-        highest.assign(lanes, -INF);
+        highest.assign(lanes, -INFINITE);
         total.assign(lanes, 0.0f);
         sum.assign(n * width, 0.0f);
         weight.resize(TILE * lanes);
@@ -135,11 +92,11 @@ template <typename T> struct Softmax {
     }
 
     template <int N> void scores(int first, int n, int64_t q) {
-        Vec dot[BLOCK][N] = {};
+        Vector dot[BLOCK][N] = {};
         const float *const *keys = key_of + first;
         const float *from = query.data() + q;
         for (int64_t d = 0; d < head_dim; ++d, from += lanes) {
-            Vec x[N];
+            Vector x[N];
             for (int v = 0; v < N; ++v) x[v] = load(from + v * LANES);
             for (int j = 0; j < BLOCK; ++j)
                 for (int v = 0; v < N; ++v) dot[j][v] += keys[j][d] * x[v];
@@ -150,18 +107,18 @@ template <typename T> struct Softmax {
 
     void normalise(int n, int64_t q, const int32_t *visible) {
         float *at = weight.data() + q;
-        const Vec before = load(highest.data() + q);
-        Vec top = before;
+        const Vector before = load(highest.data() + q);
+        Vector top = before;
         if (visible) {
-            IntVec seen;
+            Integers seen;
             std::memcpy(&seen, visible + q, sizeof seen);
-            for (int j = 0; j < n; ++j) store(at + j * lanes, j < seen ? load(at + j * lanes) : splat(-INF));
+            for (int j = 0; j < n; ++j) store(at + j * lanes, j < seen ? load(at + j * lanes) : Vector{} - INFINITE);
         }
         for (int j = 0; j < n; ++j) top = max(load(at + j * lanes), top);
-        const Vec change = exponential(before - top);
-        Vec total_weight = load(total.data() + q) * change;
+        const Vector change = exponential(before - top);
+        Vector total_weight = load(total.data() + q) * change;
         for (int j = 0; j < n; ++j) {
-            const Vec w = exponential(load(at + j * lanes) - top);
+            const Vector w = exponential(load(at + j * lanes) - top);
             total_weight += w;
             store(at + j * lanes, w);
         }
@@ -177,12 +134,12 @@ template <typename T> struct Softmax {
     }
 
     template <int Q, int N> void weighted_columns(int n, int64_t q, int64_t d) {
-        Vec acc[Q][N];
+        Vector acc[Q][N];
         for (int i = 0; i < Q; ++i)
             for (int v = 0; v < N; ++v) acc[i][v] = load(&sum[(q + i) * width + d + v * LANES]) * factor[q + i];
         const float *w = weight.data() + q;
         for (int j = 0; j < n; ++j, w += lanes) {
-            Vec x[N];
+            Vector x[N];
             for (int v = 0; v < N; ++v) x[v] = load(value_of[j] + d + v * LANES);
             for (int i = 0; i < Q; ++i)
                 for (int v = 0; v < N; ++v) acc[i][v] += w[i] * x[v];
