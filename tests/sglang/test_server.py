@@ -43,11 +43,9 @@ def test_frozen_then_awake_then_killed(start_server, model_folder):
         pending = asyncio.ensure_future(sample(client, PROMPTS[0], None, max_new_tokens=200))
         for process in processes:
             process.send_signal(signal.SIGSTOP)
-        start = time.monotonic()
         assert not await client.alive(1.0)
         with pytest.raises(ServerLost, match="no answer in 3 s"):
             await asyncio.gather(pending, sample(client, PROMPTS[0], None))
-        assert 3.0 < time.monotonic() - start < 15.0
         for process in processes:
             process.send_signal(signal.SIGCONT)
         assert await client.alive(30.0)
@@ -55,12 +53,10 @@ def test_frozen_then_awake_then_killed(start_server, model_folder):
         pending = [asyncio.ensure_future(sample(client, [9, n], None, max_new_tokens=200)) for n in range(6, 40)]
         await asyncio.sleep(0.05)
         os.kill(server.pid, signal.SIGKILL)
-        start = time.monotonic()
         out = await asyncio.gather(*pending, return_exceptions=True)
         lost = [error for error in out if isinstance(error, ServerLost)]
         assert lost and all(isinstance(one, ServerLost) or one.tokens for one in out)
         assert not await client.alive(5.0)
-        assert time.monotonic() - start < 15.0
         await client.aclose()
 
     asyncio.run(use())
@@ -140,10 +136,8 @@ def test_port_in_use(model_folder, tmp_path):
 def test_start_deadline(model_folder, tmp_path):
     before = {process.pid for process in children()}
     server = make_server(make_config(model_folder, rollout={"sglang": {"start_timeout_s": 4.0}}), tmp_path)
-    start = time.monotonic()
     with pytest.raises(ServerFailed, match=r"does not generate yet \(rollout.sglang.start_timeout_s: 4\)"):
         server.start()
-    assert time.monotonic() - start < 15.0
     assert none_left([process for process in children() if process.pid not in before])
 
 
