@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from spiral_fast.attention import ATTENTION
 from spiral_fast.config import ConfigError, ModelConfig
-from spiral_fast.learner.model import _errors_in_one_line, _with_adapter, source_of
+from spiral_fast.learner.model import errors_in_one_line, source_of, with_adapter
 from spiral_fast.supported import check_config, check_modules
 
 
@@ -24,7 +24,7 @@ def empty_model(config: ModelConfig, model: Path | None = None) -> PeftModel:
         raise ConfigError(f"--model: {str(model)!r} is neither a config.json nor a folder with one")
     path = config.path if model is None else str(model)
     try:
-        with _errors_in_one_line(path):
+        with errors_in_one_line(path):
             settings = AutoConfig.from_pretrained(source_of(path) if model is None else path, trust_remote_code=False)
             check_config(settings)
             with torch.device("meta"):
@@ -43,4 +43,4 @@ def empty_model(config: ModelConfig, model: Path | None = None) -> PeftModel:
     base.set_attn_implementation(ATTENTION)
     with warnings.catch_warnings():  # peft reads a name that transformers 5.24 renamed
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        return _with_adapter(base, config.model_copy(update={"adapter": None})).eval()
+        return with_adapter(base, config.model_copy(update={"adapter": None})).eval()

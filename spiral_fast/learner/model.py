@@ -42,12 +42,12 @@ def load_model(config: ModelConfig, device: str) -> LoadedModel:
     B matrices are 0, so that it starts as the base model. Raises ConfigError in one line naming the key."""
     if not sys.stderr.isatty():  # a bar is for the eye: in a log it is noise
         disable_progress_bar()
-    with _errors_in_one_line(config.path):
+    with errors_in_one_line(config.path):
         model, tokenizer = _read(source_of(config.path), getattr(torch, config.dtype))
     model.requires_grad_(False)
     with warnings.catch_warnings():  # peft reads a name that transformers 5.24 renamed
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        peft_model = _with_adapter(model, config).to(device).eval()
+        peft_model = with_adapter(model, config).to(device).eval()
     try:
         check_packed(peft_model)
     except UnsupportedModel as error:
@@ -57,12 +57,12 @@ def load_model(config: ModelConfig, device: str) -> LoadedModel:
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer of `model.path` alone. Raises ConfigError."""
-    with _errors_in_one_line(path):
+    with errors_in_one_line(path):
         return AutoTokenizer.from_pretrained(source_of(path), trust_remote_code=False)
 
 
 @contextmanager
-def _errors_in_one_line(path: str) -> Iterator[None]:
+def errors_in_one_line(path: str) -> Iterator[None]:
     """Within, whatever goes wrong becomes a ConfigError that names the key."""
     try:
         yield
@@ -137,7 +137,7 @@ def source_of(path: str) -> str:
     return path
 
 
-def _with_adapter(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
+def with_adapter(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
     lora = config.lora
     if config.adapter is not None:
         folder = Path(config.adapter).expanduser()

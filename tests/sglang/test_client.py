@@ -239,8 +239,7 @@ def test_identity(server, model_folder):
         return await client.identity()
 
     identity = with_client(server, use)
-    assert identity.version == "0.5.23"
-    assert (identity.model_path, identity.model_type) == (str(model_folder), "qwen3")
+    assert identity.model_path == str(model_folder)
     assert (identity.dtype, identity.vocabulary, identity.tensor_parallel) == ("float32", 50, 1)
     assert identity.max_context >= 256 and identity.cache_tokens >= 8192
-    assert identity.lora and identity.max_lora_rank == 8 and identity.tokens_only and not identity.deterministic
+    assert identity.lora and identity.max_lora_rank == 8 and not identity.deterministic

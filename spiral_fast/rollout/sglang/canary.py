@@ -14,7 +14,8 @@ import torch
 from spiral_fast.learner.nonzero_adapter import nonzero_adapter
 from spiral_fast.learner.policy_source import PolicySource
 from spiral_fast.rollout.engine import EngineFailed
-from spiral_fast.rollout.sglang.client import Client, RequestRefused, ServerIdentity
+from spiral_fast.rollout.sglang.client import Client, RequestRefused
+from spiral_fast.rollout.sglang.identity import ServerIdentity
 
 NEW_TOKENS = 24
 # Largest |difference| of a token's log-prob in float32; 120 checks of a tiny model on a CPU: 1.2e-5, the median 2e-6.

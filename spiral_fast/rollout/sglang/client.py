@@ -18,9 +18,8 @@ import numpy as np
 
 from spiral_fast.learner.policy_source import Adapter
 from spiral_fast.rollout.sglang import adapter as wire
+from spiral_fast.rollout.sglang.identity import ServerIdentity
 from spiral_fast.rollout.sglang.names import KEY_VARIABLE
-
-LONGER_THAN_A_PROMPT = 4  # tokens by which prompt and completion may exceed SGLang's max_req_input_len
 
 
 class ServerLost(ConnectionError):
@@ -46,25 +45,6 @@ class Generated:
     finish_reason: Literal["stop", "length"]
     prompt_tokens: int
     cached_tokens: int  # of prompt_tokens, served from the server's cache
-
-
-@dataclass(frozen=True)
-class ServerIdentity:
-    """What the server says about itself; None where it says nothing."""
-
-    version: str  # of SGLang
-    model_path: str
-    model_type: str | None  # of the model's config, for example qwen3
-    dtype: str
-    vocabulary: int | None
-    max_context: int  # tokens, prompt and completion together
-    cache_tokens: int | None  # tokens the KV cache holds
-    tensor_parallel: int
-    lora: bool
-    max_lora_rank: int | None
-    lora_modules: frozenset[str] | None
-    tokens_only: bool  # started with skip_tokenizer_init
-    deterministic: bool
 
 
 class Client:
@@ -197,7 +177,7 @@ class Client:
             info, model = await self._get("/server_info"), await self._get("/model_info")
             vocabulary = await self._vocabulary()
             with self._reading("to say what it is"):
-                self._identity = _identity(info.json(), model.json(), vocabulary)
+                self._identity = ServerIdentity.of(info.json(), model.json(), vocabulary)
         return self._identity
 
     async def alive(self, timeout_s: float) -> bool:
@@ -317,22 +297,3 @@ def _words(answer: httpx.Response) -> str:
         text = answer.text
     text = " ".join(text.split())
     return text if len(text) <= 500 else text[:500] + " ..."
-
-
-def _identity(info: dict[str, Any], model: dict[str, Any], vocabulary: int | None) -> ServerIdentity:
-    modules = info.get("lora_target_modules")
-    return ServerIdentity(
-        version=info["version"],
-        model_path=model["model_path"],
-        model_type=model.get("model_type"),
-        dtype=str(info["dtype"]).removeprefix("torch."),
-        vocabulary=vocabulary,
-        max_context=info["max_req_input_len"] + LONGER_THAN_A_PROMPT,
-        cache_tokens=info.get("max_total_num_tokens"),
-        tensor_parallel=info["tp_size"],
-        lora=bool(info.get("enable_lora")),
-        max_lora_rank=info.get("max_lora_rank"),
-        lora_modules=None if modules is None else frozenset(modules),
-        tokens_only=bool(info.get("skip_tokenizer_init")),
-        deterministic=bool(info.get("enable_deterministic_inference")),
-    )
