@@ -12,8 +12,6 @@ import torch
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
-from spiral_fast.learner import fsdp
-
 if TYPE_CHECKING:
     from spiral_fast.learner.learner import Learner
 
@@ -58,7 +56,7 @@ def restore(learner: Learner, folder: Path) -> None:
             found = tuple(weights[key].shape) if key in weights else "no shape (it is missing)"
             raise ValueError(f"{folder}: {key!r} has shape {found}, the model expects {tuple(whole[name].shape)}")
     for key, name in file_key.items():
-        fsdp.local(learner.parameters[name]).copy_(weights[key])
+        learner.parameters[name].copy_(weights[key])
     moments = load_file(folder / "optimizer.safetensors")
     learner.optimiser.state.clear()
     for name, parameter in learner.parameters.items():
@@ -68,11 +66,11 @@ def restore(learner: Learner, folder: Path) -> None:
         state["step"] = moments[f"{name}.step"].to(parameter.device)
         for moment in MOMENTS[1:]:
             state[moment] = torch.zeros_like(parameter)
-            fsdp.local(state[moment]).copy_(moments[f"{name}.{moment}"])
+            state[moment].copy_(moments[f"{name}.{moment}"])
     counters = json.loads((folder / "learner.json").read_text())
     learner.policy_version = counters["policy_version"]
     learner.optimiser_steps = counters["optimiser_steps"]
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return fsdp.local(tensor.detach()).cpu().contiguous()
+    return tensor.detach().cpu().contiguous()

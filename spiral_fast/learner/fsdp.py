@@ -1,40 +1,45 @@
-"""FSDP2 at world size 1: the same step, with parameters held as sharded DTensors."""
+"""FSDP2: the frozen base, held in shards by all ranks.
+
+The trained parameters are left out: they stay whole plain tensors on every rank, so that optimiser, checkpoint and
+engine read them as they do without FSDP, and their gradients are added up once a step instead of once a micro-batch.
+"""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from spiral_fast.config import ConfigError
 from spiral_fast.learner.packed import pack
 from spiral_fast.learner.policy import Policy
 
 
-def shard(policy: Policy, device: torch.device) -> None:
-    """Shard each decoder layer, then the rest (embedding, norm, head) in the root group, in place.
+def shard(policy: Policy, device: torch.device, *, offload_base: bool = False) -> None:
+    """Shard the frozen parameters of each decoder layer, then the rest (embedding, norm, head; a tied head with its
+    embedding) in the root group, in place, over all ranks: those of torchrun, else this process alone.
 
-    The adapter must be on already: one added later would stay whole. Joins a process group set up by the launcher
-    (torchrun), else makes one of this process alone.
+    The base may still be on the CPU: each group goes to `device` when its turn comes, and its shard stays there, or on
+    the host with `offload_base` (pinned memory with CUDA), from where it is streamed for each forward and backward.
+    The adapter must be on already; it goes to `device` and is not sharded.
     """
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
-        if "RANK" in os.environ:
-            dist.init_process_group(backend)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    if dist.get_world_size() != 1:
-        raise ConfigError(f"learner.fsdp: world size {dist.get_world_size()} is not supported, only 1")
-    mesh = init_device_mesh(device.type, (1,))
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    trained = {parameter for parameter in policy.parameters() if parameter.requires_grad}
+    for parameter in trained:
+        parameter.data = parameter.data.to(device)
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload_base else OffloadPolicy()
+    options = dict(
+        mesh=init_device_mesh(device.type, (dist.get_world_size(),)), ignored_params=trained, offload_policy=offload
+    )
     for layer in policy.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(policy, mesh=mesh)
+        fully_shard(layer, **options)
+    fully_shard(policy, **options)
     # FSDP takes the module of the first forward for its root, and the engine, which calls the layers, may be first
     with torch.no_grad():
         policy(pack([([0], [0])], device), 1.0)
@@ -43,7 +48,8 @@ def shard(policy: Policy, device: torch.device) -> None:
 
 @contextmanager
 def unsharded(policy: Policy) -> Iterator[None]:
-    """Within: parameters are whole plain tensors, and stay so after each forward. No-op without FSDP."""
+    """Within: parameters are whole plain tensors, and stay so after each forward, so that ranks may run as many as they
+    like. Entering is one all-gather of the base, on all ranks together; leaving is none. No-op without FSDP."""
     sharded = [module for module in policy.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
         module.set_reshard_after_forward(False, recurse=False)
@@ -57,5 +63,11 @@ def unsharded(policy: Policy) -> Iterator[None]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor of a DTensor at world size 1 (its one shard, no copy); others as they are."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """The whole plain tensor of a parameter at world size 1 (its one shard, no copy); plain ones as they are.
+
+    RuntimeError with more ranks: there the weights are whole only inside `unsharded`."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.device_mesh.size() > 1:
+        raise RuntimeError(f"this rank holds 1/{tensor.device_mesh.size()} of a weight; read it inside rollout_weights")
+    return tensor.to_local()

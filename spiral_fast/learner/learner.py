@@ -188,7 +188,7 @@ class Learner:
     def gradient(self) -> torch.Tensor:
         """The adapter's gradient as one flat vector (a copy); a parameter without one counts as zero."""
         gradients = (torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters.values())
-        return torch.cat([fsdp.local(gradient.detach()).flatten() for gradient in gradients])
+        return torch.cat([gradient.detach().flatten() for gradient in gradients])
 
     def _learning_rate(self) -> float:
         """Linear warm-up over `warmup_steps` optimiser steps, then constant."""

@@ -35,7 +35,8 @@ class Adapter:
 
 
 class PolicySource:
-    """Reads the model of a LoadedModel as it is at each call, also while FSDP holds it sharded (world size 1)."""
+    """Reads the model of a LoadedModel as it is at each call, also while FSDP holds its base sharded; on several ranks
+    log-probs can then be read inside `Learner.rollout_weights` alone."""
 
     def __init__(self, loaded: LoadedModel):
         self.model = loaded.model
@@ -77,7 +78,7 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def _copy(parameter: nn.Parameter) -> torch.Tensor:
-    return fsdp.local(parameter.detach()).to("cpu", torch.float32, copy=True).contiguous()
+    return parameter.detach().to("cpu", torch.float32, copy=True).contiguous()
 
 
 def _plain(value: Any) -> Any:

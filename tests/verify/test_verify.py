@@ -252,8 +252,8 @@ from tests.verify.test_verify import bits, results, subject
 if sys.argv[1] == "broken":
     shard = fsdp.shard
 
-    def shard_and_scale(policy, device):
-        shard(policy, device)
+    def shard_and_scale(policy, device, **options):
+        shard(policy, device, **options)
         with torch.no_grad():
             fsdp.local(policy.layers[0].mlp.up_proj.base_layer.weight).mul_(1.02)
 

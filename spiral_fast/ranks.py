@@ -1,0 +1,132 @@
+"""The processes of one training, its ranks: as many as torchrun started, else this one alone.
+
+All ranks run the same program on the same draws. They meet in three places: `share_out` splits a list among them and
+gathers what each made of its part, `sum_over` adds up a tensor, `from_first` takes a decision that only rank 0 can take
+(it alone writes the run's folder). With one rank each of these is the plain call.
+
+Objects travel pickled: sender and receiver are processes of one program that trust each other anyway, on connections
+that torchrun set up among them; nothing sampled or downloaded is ever unpickled, only carried inside.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+Item, Made = TypeVar("Item"), TypeVar("Made")
+
+# How long a rank waits for the slowest: of a round's rollouts, or of an evaluation. A rank that died is noticed at
+# once, by its closed connections and by torchrun; this is for one that hangs.
+TIMEOUT = timedelta(hours=12)
+
+
+def launched() -> int:
+    """How many ranks torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
+
+
+def join(device_type: str) -> None:
+    """Meet the other ranks. Objects and CPU tensors go over gloo, CUDA tensors over NCCL, each rank on the GPU of its
+    LOCAL_RANK. Without torchrun there is nobody to meet."""
+    if "RANK" not in os.environ or dist.is_initialized():
+        return
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout=TIMEOUT)
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def sum_over(tensor: torch.Tensor) -> torch.Tensor:
+    """Add up `tensor` over the ranks, in place; every rank has the same bits afterwards."""
+    if size() > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def as_first(tensor: torch.Tensor) -> torch.Tensor:
+    """Give `tensor` the values it has on rank 0, in place."""
+    if size() > 1:
+        dist.broadcast(tensor, 0)
+    return tensor
+
+
+def gather(value: Any) -> list[Any]:
+    """What each rank gave, in the order of the ranks."""
+    if size() == 1:
+        return [value]
+    gathered: list[Any] = [None] * size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def share_out(
+    work: Callable[[list[Item]], list[Made]], items: Sequence[Item], *, among: int | None = None
+) -> list[Made]:
+    """`work(items)`, which gives one result an item, shared out: rank r works on items r, r + n, r + 2 n, ... where n is
+    the number of ranks, or `among`: then only the first so many ranks work. Every rank returns all results, in order.
+
+    What `work` raises on some rank is raised on every rank, when all have finished; of several errors that of the
+    lowest rank. Ctrl-C passes at once."""
+    if size() == 1:
+        return work(list(items))
+    n = min(size(), among or size())
+    made, error = [], None
+    if rank() < n:
+        try:
+            made = work(list(items[rank() :: n]))
+        except Exception as raised:
+            error = raised
+    parts = gather((made, _Carried.of(error) if error else None))
+    for number, (_, carried) in enumerate(parts):
+        if carried:
+            raise error if number == rank() else carried.error(number)
+    results: list[Any] = [None] * len(items)
+    for number in range(n):
+        results[number::n] = parts[number][0]
+    return results
+
+
+def from_first(ask: Callable[..., Made], *args: Any) -> Made:
+    """`ask(*args)` of rank 0, on every rank; what it raises there is raised everywhere."""
+    return share_out(lambda _: [ask(*args)], [None], among=1)[0]
+
+
+@dataclass(frozen=True)
+class _Carried:
+    """An exception on its way to other ranks. Not pickled as such: unpickling would call its class with other arguments
+    than it was made with."""
+
+    kind: type[Exception]
+    args: tuple
+    fields: dict[str, Any]
+
+    @staticmethod
+    def of(error: Exception) -> _Carried:
+        import pickle
+
+        carried = _Carried(type(error), error.args, {k: v for k, v in vars(error).items() if k != "__notes__"})
+        try:
+            pickle.loads(pickle.dumps(carried))
+        except Exception:  # of a class or with a content that does not travel: its words do
+            return _Carried(RuntimeError, (f"{type(error).__name__}: {error}",), {})
+        return carried
+
+    def error(self, number: int) -> Exception:
+        error = self.kind.__new__(self.kind, *self.args)
+        error.args = self.args
+        vars(error).update(self.fields)
+        error.add_note(f"raised on rank {number}")
+        return error
