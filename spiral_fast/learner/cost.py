@@ -54,7 +54,7 @@ def cost_of(model: PeftModel) -> Cost:
         if isinstance(module, nn.Linear):
             numbers[module.weight.requires_grad] += module.weight.numel()
     return Cost(
-        per_token=6.0 * numbers[True] + 4.0 * numbers[False],
+        per_token=6.0 * (numbers[True] // len(model.peft_config)) + 4.0 * numbers[False],  # a token passes one adapter
         per_pair=12.0 * heads * size * len(layers),
         per_row=4.0 * causal_lm.get_output_embeddings().weight.numel(),
         windows=tuple((window, n / len(layers)) for window, n in Counter(windows(config)).items()),

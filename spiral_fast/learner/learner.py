@@ -1,4 +1,4 @@
-"""The learner: importance-sampling policy gradient of one LoRA adapter over a batch of credited traces."""
+"""The learner: importance-sampling policy gradient of one LoRA adapter, or two, over a batch of credited traces."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ __all__ = ["Learner", "Row", "StepStats"]
 
 
 class Learner:
-    """AdamW on the adapter of `loaded.model`; nothing else is trained.
+    """AdamW on the adapter of `loaded.model`, or on both; nothing else is trained.
 
     loss = sum over rows and their tokens t of weight * (-exp(lp_t - rollout_logp_t) * credit), lp_t at the sampling
     temperature (paper, Algorithm 1, with token-level importance weights). Weights are of the whole batch, so the step
     does not depend on how it is cut into micro-batches, nor on which rows share the computation of a common prefix.
+    With two adapters each row's lp_t is under the one of its level (learner/roles.py), which alone it trains; a step
+    without live rows for one leaves that one and its moments as they are. clip_norm bounds the norm over both.
     """
 
     def __init__(self, config: Config, loaded: LoadedModel):
@@ -50,9 +52,9 @@ class Learner:
         self.cost = cost_of(loaded.model)
         self._check_due = self.config.self_check and self.config.sharing != "none"
         if self.config.checkpointing:
-            self.policy.checkpoint_layers()
+            self.policy.checkpoint_layers(offload=self.config.offload_checkpoints)
         if self.config.fsdp:
-            fsdp.shard(self.policy, self.device)
+            fsdp.shard(self.policy, self.device, offload_base=self.config.offload_base)
         self.parameters = {name: p for name, p in loaded.model.named_parameters() if p.requires_grad}
         self.optimiser = self._adamw()
         self._supervised_optimiser: torch.optim.AdamW | None = None
@@ -84,7 +86,7 @@ class Learner:
         record.into(stats)
         stats.live_rows = len(live)
         stats.gradient_norm = norm(gradient)
-        _gradient_terms(search_gradient, gradient, stats, all_search=bool(search))
+        _gradient_terms(search_gradient, gradient, stats, all_search=bool(search), apart=self.policy.roles.apart)
         limit = self.config.clip_norm
         if limit is not None and math.isfinite(stats.gradient_norm) and stats.gradient_norm > limit:
             stats.clipped, stats.clip_factor = True, limit / stats.gradient_norm
@@ -174,16 +176,19 @@ class Learner:
         return out._replace(loss=out.loss.detach()), token_loss
 
     def _micro_batches(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], Packed]]:
-        """Indices of the rows of each micro-batch, and these rows packed in that order."""
-        if not rows:
-            return
+        """Indices of the rows of each micro-batch, all of them of one adapter, and these rows packed in that order."""
+        for role, indices in self.policy.roles.split([row.level for row in rows]).items():
+            for part, packed in self._micro_batches_of([rows[i] for i in indices], role):
+                yield [indices[i] for i in part], packed
+
+    def _micro_batches_of(self, rows: Sequence[Row], role: str) -> Iterator[tuple[list[int], Packed]]:
         if self.config.sharing == "none":
             for part in micro_batches(rows, self.config.micro_batch_tokens):
-                yield part, pack([(rows[i].prompt, rows[i].tokens) for i in part], self.device)
+                yield part, pack([(rows[i].prompt, rows[i].tokens) for i in part], self.device, role)
             return
         paths = paths_of(rows, self.config.sharing)
         for part in cut(rows, paths, self.config.micro_batch_tokens, self.cost):
-            yield part, pack_tree(rows, paths, part, self.device)
+            yield part, pack_tree(rows, paths, part, self.device, role)
 
     def gradient(self) -> torch.Tensor:
         """The adapter's gradient as one flat vector (a copy); a parameter without one counts as zero."""
@@ -238,8 +243,11 @@ def _not_finite(stats: StepStats, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _gradient_terms(search: torch.Tensor | None, total: torch.Tensor, stats: StepStats, *, all_search: bool) -> None:
-    """Norms and cosine of the search and the aggregation term; `search` is None where one term is absent."""
+def _gradient_terms(
+    search: torch.Tensor | None, total: torch.Tensor, stats: StepStats, *, all_search: bool, apart: bool
+) -> None:
+    """Norms and cosine of the search and the aggregation term; `search` is None where one term is absent. Terms of
+    adapters `apart` share no parameter: their cosine would be 0 whatever they do, so there is none."""
     if search is None:
         if all_search:
             stats.search_gradient_norm = stats.gradient_norm
@@ -250,5 +258,5 @@ def _gradient_terms(search: torch.Tensor | None, total: torch.Tensor, stats: Ste
     stats.search_gradient_norm = norm(search)
     stats.aggregation_gradient_norm = norm(aggregation)
     product = stats.search_gradient_norm * stats.aggregation_gradient_norm
-    if product > 0:
+    if product > 0 and not apart:
         stats.gradient_cosine = torch.dot(search, aggregation).item() / product

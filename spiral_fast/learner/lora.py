@@ -13,6 +13,7 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 
 from spiral_fast.config import ConfigError
+from spiral_fast.learner.roles import Roles
 
 
 class LoraLinear(torch.autograd.Function):
@@ -45,23 +46,25 @@ class LoraLinear(torch.autograd.Function):
 
 
 def fuse_lora(model: PeftModel) -> None:
-    """Give each LoRA layer of `model` the forward of LoraLinear, in place. Engine and learner run the same layers.
+    """Give each LoRA layer of `model` the forward of LoraLinear, in place, under the adapter that `model.roles` (made
+    here) has active. Engine and learner run the same layers.
 
     Raises ConfigError for a layer that is not a plain linear one.
     """
+    model.roles = roles = Roles(list(model.peft_config))
     for name, module in model.named_modules():
         if not isinstance(module, LoraLayer):
             continue
         if type(module.base_layer) is not torch.nn.Linear:
             kind = type(module.base_layer).__name__
             raise ConfigError(f"model.lora.target_modules: {name!r} is a {kind}; only linear layers take the adapter")
-        module.forward = partial(_forward, module)
+        module.forward = partial(_forward, module, roles)
 
 
-def _forward(module: LoraLayer, x: torch.Tensor) -> torch.Tensor:
+def _forward(module: LoraLayer, roles: Roles, x: torch.Tensor) -> torch.Tensor:
     if module.disable_adapters:
         return module.base_layer(x)
-    (adapter,) = module.active_adapters
+    adapter = roles.active
     y = LoraLinear.apply(
         x.flatten(0, -2),
         module.base_layer.weight,

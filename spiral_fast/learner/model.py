@@ -21,12 +21,13 @@ from spiral_fast.learner.gguf import dequantised, package_gguf
 from spiral_fast.learner.lora import fuse_lora
 from spiral_fast.learner.probe import check_packed
 from spiral_fast.learner.refusals import refuse_adapter, refuse_head
+from spiral_fast.learner.roles import ADAPTERS, WEIGHTS, Roles, adapter_folders
 from spiral_fast.supported import UnsupportedModel, check_config, check_modules
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    model: PeftModel  # eval mode; frozen base in config.dtype, float32 adapter that requires grad
+    model: PeftModel  # eval mode; frozen base in config.dtype, float32 adapter (or two) that requires grad
     tokenizer: PreTrainedTokenizerBase
     eos_token_ids: frozenset[int]  # the tokenizer's and the generation config's
     max_context: int  # tokens, prompt and completion together
@@ -36,10 +37,16 @@ class LoadedModel:
         """The transformers module inside `model`, its linear layers adapted in place: what an engine runs."""
         return self.model.get_base_model()
 
+    @property
+    def roles(self) -> Roles:
+        """Its adapters, and which of them is applied."""
+        return self.model.roles
+
 
 def load_model(config: ModelConfig, device: str) -> LoadedModel:
-    """Load `config.path` and put the adapter on it. A fresh adapter draws its A matrices from torch's global RNG; its
-    B matrices are 0, so that it starts as the base model. Raises ConfigError in one line naming the key."""
+    """Load `config.path` and put the adapter on it, or both. A fresh adapter draws its A matrices from torch's global
+    RNG (that of search first); its B matrices are 0, so that it starts as the base model. Raises ConfigError in one
+    line naming the key."""
     if not sys.stderr.isatty():  # a bar is for the eye: in a log it is noise
         disable_progress_bar()
     with errors_in_one_line(config.path):
@@ -138,15 +145,22 @@ def source_of(path: str) -> str:
 
 
 def with_adapter(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
-    lora = config.lora
+    """The adapters of `config.policy` on a frozen model; all of them are trained."""
+    lora, (first, *others) = config.lora, ADAPTERS[config.policy]
     if config.adapter is not None:
-        folder = Path(config.adapter).expanduser()
-        if not (folder / "adapter_model.safetensors").is_file():
-            raise ConfigError(f"model.adapter: {config.adapter!r} is not a folder with an adapter_model.safetensors")
         try:
-            refuse_adapter(config.adapter, PeftConfig.from_pretrained(folder), lora.rank, lora.alpha)
-            peft_model = PeftModel.from_pretrained(model, folder, is_trainable=True, use_safetensors=True)
-            _check_whole(folder / "adapter_model.safetensors", peft_model)
+            folders = adapter_folders(Path(config.adapter).expanduser(), [first, *others])
+        except ConfigError as error:
+            raise ConfigError(f"model.adapter: {error}") from None
+        try:
+            for folder in folders.values():
+                refuse_adapter(config.adapter, PeftConfig.from_pretrained(folder), lora.rank, lora.alpha)
+            options = dict(is_trainable=True, use_safetensors=True)
+            peft_model = PeftModel.from_pretrained(model, folders[first], adapter_name=first, **options)
+            for name in others:
+                peft_model.load_adapter(folders[name], adapter_name=name, **options)
+            for name, folder in folders.items():
+                _check_whole(folder / WEIGHTS, peft_model, name)
         except ConfigError:
             raise
         except Exception as error:
@@ -159,19 +173,24 @@ def with_adapter(model: PreTrainedModel, config: ModelConfig) -> PeftModel:
             r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0, task_type="CAUSAL_LM"
         )
         try:
-            peft_model = get_peft_model(model, settings)
+            peft_model = get_peft_model(model, settings, adapter_name=first)
+            for name in others:
+                peft_model.add_adapter(name, settings)
         except ValueError as error:
             raise ConfigError(f"model.lora.target_modules: {targets!r}: {' '.join(str(error).split())}") from None
+    for name, parameter in peft_model.named_parameters():
+        if ".lora_" in name:  # peft leaves all but the first frozen
+            parameter.requires_grad_()
     trainable = [name for name, parameter in peft_model.named_parameters() if parameter.requires_grad]
     refuse_head("model.adapter", [name.partition(".lora_")[0] for name in trainable])
     fuse_lora(peft_model)
     return peft_model
 
 
-def _check_whole(file: Path, model: PeftModel) -> None:
+def _check_whole(file: Path, model: PeftModel, name: str) -> None:
     """Raise ValueError unless the file holds each tensor of the adapter and nothing else: peft passes over both."""
     with safe_open(file, "pt") as adapter:
-        found, wanted = set(adapter.keys()), set(get_peft_model_state_dict(model))
+        found, wanted = set(adapter.keys()), set(get_peft_model_state_dict(model, adapter_name=name))
     for words, keys in (("lacks", wanted - found), ("has, but the model does not use,", found - wanted)):
         if keys:
             raise ValueError(f"it {words} {min(keys)!r}: {len(keys)} in all")

@@ -1,4 +1,4 @@
-"""An adapter that does something, for as long as a check needs one: a fresh adapter's B matrices are zero."""
+"""Adapters that do something, for as long as a check needs them: a fresh adapter's B matrices are zero."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHARE = 0.05  # of the frozen weight's norm that the update's norm has: plain to
 
 @contextmanager
 def nonzero_adapter(model: PeftModel, seed: int) -> Iterator[None]:
-    """Within: each B drawn from `seed`, |scaling B A| = SHARE |W| in Frobenius norm. After: the adapter's old bits.
+    """Within: each B drawn from `seed`, |scaling B A| = SHARE |W| in Frobenius norm. After: the adapters' old bits.
 
     The model may be sharded meanwhile, at world size 1.
     """
@@ -35,13 +35,14 @@ def nonzero_adapter(model: PeftModel, seed: int) -> Iterator[None]:
 
 
 def _draw(layer: LoraLayer, generator: torch.Generator) -> None:
-    (adapter,) = layer.active_adapters
-    weight, a, b = (
-        fsdp.local(part.weight.detach()) for part in (layer.base_layer, layer.lora_A[adapter], layer.lora_B[adapter])
-    )
-    b.copy_(torch.randn(b.shape, generator=generator))
-    norm = ((b.T @ b) * (a @ a.T)).sum().sqrt() * layer.scaling[adapter]  # |B A|^2 = tr(A^T B^T B A)
-    b.mul_(SHARE * torch.linalg.vector_norm(weight, dtype=torch.float32) / norm)
+    for adapter in layer.lora_A:
+        weight, a, b = (
+            fsdp.local(part.weight.detach())
+            for part in (layer.base_layer, layer.lora_A[adapter], layer.lora_B[adapter])
+        )
+        b.copy_(torch.randn(b.shape, generator=generator))
+        norm = ((b.T @ b) * (a @ a.T)).sum().sqrt() * layer.scaling[adapter]  # |B A|^2 = tr(A^T B^T B A)
+        b.mul_(SHARE * torch.linalg.vector_norm(weight, dtype=torch.float32) / norm)
 
 
 def _matrices(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:

@@ -98,9 +98,14 @@ class Packed:
     targets: torch.Tensor  # (R,) int64 sampled tokens, document after document
     row_index: torch.Tensor  # (R,) int64: the token of the packed batch whose hidden state predicts targets[r]
     counts: list[int]  # (N,) sampled tokens of each document; R = sum(counts)
+    role: str | None = None  # the adapter of all its documents (learner/roles.py); None: the one that is active
 
 
-def pack(documents: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device | str = "cpu") -> Packed:
+def pack(
+    documents: Sequence[tuple[Sequence[int], Sequence[int]]],
+    device: torch.device | str = "cpu",
+    role: str | None = None,
+) -> Packed:
     """Pack (prompt, sampled tokens) pairs, in this order; both non-empty."""
     tokens: list[int] = []
     targets: list[int] = []
@@ -120,4 +125,5 @@ def pack(documents: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch
         targets=torch.tensor(targets, device=device),
         row_index=torch.cat(row_index).to(device),
         counts=[len(sampled) for _, sampled in documents],
+        role=role,
     )

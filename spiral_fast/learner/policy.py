@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from spiral_fast.batch_invariant import log_probs, run_decoder, same_paths
 from spiral_fast.learner.packed import Packed
+from spiral_fast.learner.roles import Roles
 from spiral_kernels import LinearPolicyLoss, LogProbs, linear_logprob, linear_policy_loss
 
 
@@ -32,20 +35,27 @@ class Policy(nn.Module):
     def __init__(self, model: nn.Module, *, batch_invariant: bool = False):
         super().__init__()
         self.model = model
+        self.roles: Roles = model.roles
         self.batch_invariant = batch_invariant
 
     @property
     def layers(self) -> nn.ModuleList:
         return self.model.get_base_model().get_decoder().layers
 
-    def checkpoint_layers(self) -> None:
-        """Keep only each decoder layer's input; the backward computes the layer again."""
+    def checkpoint_layers(self, *, offload: bool = False) -> None:
+        """Keep only each decoder layer's input; the backward computes the layer again. offload: keep it in host memory,
+        pinned where the device is CUDA. Copies run on the compute stream: they take their time, the host does not wait.
+        """
         for layer in self.layers:
-            layer.forward = _checkpointed(layer.forward)
+            layer.forward = _checkpointed(layer.forward, self.roles, offload)
 
     def forward(self, packed: Packed, temperature: float, loss: TokenLoss | None = None) -> LogProbs | LinearPolicyLoss:
-        """Log-probs at `temperature` (logits divided by it) of packed.targets, (R,) each; with `loss` also that loss,
-        which then is what carries the gradient."""
+        """Log-probs at `temperature` (logits divided by it) of packed.targets, (R,) each, under the adapter
+        packed.role; with `loss` also that loss, which then is what carries the gradient."""
+        with self.roles.serving(packed.role):
+            return self._under_role(packed, temperature, loss)
+
+    def _under_role(self, packed: Packed, temperature: float, loss: TokenLoss | None) -> LogProbs | LinearPolicyLoss:
         causal_lm = self.model.get_base_model()
         if self.batch_invariant:
             return _batch_invariant(causal_lm, packed, temperature, loss)
@@ -75,10 +85,12 @@ def _batch_invariant(
     return LinearPolicyLoss(loss, found.logp.detach(), found.entropy, ratio.mean(), ratio.max(), none, none, none)
 
 
-def _checkpointed(forward: Callable) -> Callable:
-    def run(*args, **kwargs):
+def _checkpointed(forward: Callable, roles: Roles, offload: bool) -> Callable:
+    def run(hidden: torch.Tensor, **others):
         if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+            return forward(hidden, **others)
+        # what the layers share (`others`: positions, rotary embeddings) stays where it is
+        with save_on_cpu(pin_memory=hidden.is_cuda) if offload else nullcontext():
+            return checkpoint(roles.bound(forward), hidden, use_reentrant=False, preserve_rng_state=False, **others)
 
     return run

@@ -1,5 +1,5 @@
-"""The policy as an engine in another process needs it: the adapter's tensors, and the learner's own log-probs to check
-that it arrived."""
+"""The policy as an engine in another process needs it: the tensors of its adapter or both, and the learner's own
+log-probs to check that they arrived."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from spiral_fast.learner import fsdp
+from spiral_fast.learner.checkpoint import of_role
 from spiral_fast.learner.model import LoadedModel
 from spiral_fast.learner.packed import pack
 from spiral_fast.learner.policy import Policy
@@ -40,31 +41,37 @@ class PolicySource:
 
     def __init__(self, loaded: LoadedModel):
         self.model = loaded.model
+        self.roles = loaded.roles
         self.vocabulary: int = loaded.model.config.vocab_size
         self.dtype: torch.dtype = loaded.causal_lm.get_output_embeddings().weight.dtype  # of the base
         self.max_context: int = loaded.max_context
         self.eos_token_ids = loaded.eos_token_ids
         self._linears = dict(_linear_layers(loaded.model))
 
-    def adapter(self) -> Adapter:
+    def adapter(self, role: str | None = None) -> Adapter:
+        """Of one of `roles`; None: the first."""
+        role = role or self.roles.names[0]
         layers = {name: layer for name, layer in self.model.named_modules() if isinstance(layer, LoraLayer)}
-        (scaling,) = {layer.scaling[name] for layer in layers.values() for name in layer.active_adapters}
-        whole = {name: _copy(p) for name, p in self.model.named_parameters() if "lora_" in name}
-        settings = self.model.active_peft_config
+        (scaling,) = {layer.scaling[role] for layer in layers.values()}
+        whole = {name: _copy(p) for name, p in of_role(dict(self.model.named_parameters()), role).items()}
+        settings = self.model.peft_config[role]
         config = json.loads(json.dumps(settings.to_dict(), default=_plain))
         config["target_modules"] = sorted({name.rpartition(".")[2] for name in layers})
         config["lora_alpha"] = scaling * settings.r
-        return Adapter(get_peft_model_state_dict(self.model, state_dict=whole), config, self._linears)
+        tensors = get_peft_model_state_dict(self.model, state_dict=whole, adapter_name=role)
+        return Adapter(tensors, config, self._linears)
 
     @torch.no_grad()
-    def log_probs(self, prompt: Sequence[int], tokens: Sequence[int], temperature: float) -> np.ndarray:
+    def log_probs(
+        self, prompt: Sequence[int], tokens: Sequence[int], temperature: float, role: str | None = None
+    ) -> np.ndarray:
         """(len(tokens),) float32 log-probs of `tokens` after `prompt`, both non-empty, at the sampling temperature."""
         with _plain_weights(self.model):
-            packed = pack([(prompt, tokens)], self.model.device)
+            packed = pack([(prompt, tokens)], self.model.device, role or self.roles.names[0])
             return Policy(self.model)(packed, temperature).logp.float().cpu().numpy()
 
     def base_log_probs(self, prompt: Sequence[int], tokens: Sequence[int], temperature: float) -> np.ndarray:
-        """The same without the adapter."""
+        """The same without an adapter."""
         with _without_adapter(self.model):
             return self.log_probs(prompt, tokens, temperature)
 

@@ -40,7 +40,8 @@ def check_against_flat(learner: Learner, rows: Sequence[Row], logp: torch.Tensor
     for row in rows:
         for parameter in parameters:
             parameter.grad = None
-        out, _ = learner.loss_and_gradient([row], pack([(row.prompt, row.tokens)], learner.device))
+        alone = pack([(row.prompt, row.tokens)], learner.device, learner.policy.roles.of(row.level))
+        out, _ = learner.loss_and_gradient([row], alone)
         gradient = learner.gradient()
         flat += gradient
         squares += norm(gradient) ** 2

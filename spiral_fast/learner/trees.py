@@ -31,7 +31,13 @@ class TreeAttention:
         return tree_attention(q, k, v, self.plan, scale=scale).unsqueeze(0)
 
 
-def pack_tree(rows: Sequence[Row], paths: Paths, part: Sequence[int], device: torch.device | str = "cpu") -> Packed:
+def pack_tree(
+    rows: Sequence[Row],
+    paths: Paths,
+    part: Sequence[int],
+    device: torch.device | str = "cpu",
+    role: str | None = None,
+) -> Packed:
     """The rows in `part` as one forest; targets, row_index and counts in the order of `part`."""
     tree = tree_of(paths, part)
     batch = [rows[i] for i in part]
@@ -44,4 +50,5 @@ def pack_tree(rows: Sequence[Row], paths: Paths, part: Sequence[int], device: to
         targets=torch.from_numpy(np.concatenate([row.tokens for row in batch])).to(device),
         row_index=row_index.to(device),
         counts=[len(row.tokens) for row in batch],
+        role=role,
     )

@@ -8,6 +8,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from spiral_fast.attention import ATTENTION
+from spiral_fast.learner.lora import fuse_lora
 from spiral_fast.rollout.engine import Request
 from spiral_fast.rollout.radix.engine import RadixEngine
 from spiral_fast.trace import TraceKey
@@ -36,6 +37,7 @@ def tiny_model(family: str = "qwen3", *, seed: int = 0, kv_heads: int = 2, dtype
         **changes,
     )
     model = get_peft_model(model_class(config), LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
+    fuse_lora(model)
     redraw_lora(model, seed)
     model.get_base_model().set_attn_implementation(ATTENTION)
     return model.to(dtype).eval()
