@@ -8,12 +8,13 @@ from spiral_fast.config import Config
 from spiral_fast.credit import credit_of
 from spiral_fast.learner.learner import Learner
 from spiral_fast.loss_rows import blamed, loss_rows
+from spiral_fast.plan.here import peak_flops
 from spiral_fast.problems.digest import digest
 from spiral_fast.record.checkpoints import Checkpoints, Position
 from spiral_fast.record.files import write_json
 from spiral_fast.record.recorder import Recorder
 from spiral_fast.record.report import write_report
-from spiral_fast.record.step_metrics import learner_metrics, memory_metrics, rollout_metrics
+from spiral_fast.record.step_metrics import learner_metrics, memory_metrics, rollout_metrics, speed_metrics
 from spiral_fast.record.stopwatch import Stopwatch
 from spiral_fast.record.trace_store import read_rollouts
 from spiral_fast.replay_checks import check_shape, check_tokens, trace_files
@@ -60,6 +61,7 @@ def replay(config: Config, traces: Path) -> Path:
             with watch("learn"):
                 stats = learner.step(loss_rows(batch.live, config))
             metrics = rollout_metrics(batch, None) | learner_metrics(stats)
+            metrics |= speed_metrics(stats, watch.seconds["learn"], peak_flops(config, learner.device))
             record.traces(step, batch.drawn())
             metrics["skipped_problems"] = blamed(stats, batch.live)
             record.metrics(step, metrics | watch.metrics() | memory_metrics())

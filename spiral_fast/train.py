@@ -12,13 +12,14 @@ from spiral_fast.evaluate.due import evaluation_due
 from spiral_fast.interrupts import interrupts_held, sigterm_raises
 from spiral_fast.learner.learner import Learner, StepStats
 from spiral_fast.loss_rows import blamed, loss_rows
+from spiral_fast.plan.here import expectation, peak_flops
 from spiral_fast.problems import Draws
 from spiral_fast.problems.counts import counts_in_a_line
 from spiral_fast.problems.digest import digest
 from spiral_fast.record.checkpoints import Checkpoints, Position
 from spiral_fast.record.recorder import Recorder
 from spiral_fast.record.report import write_report
-from spiral_fast.record.step_metrics import learner_metrics, memory_metrics, rollout_metrics
+from spiral_fast.record.step_metrics import learner_metrics, memory_metrics, rollout_metrics, speed_metrics
 from spiral_fast.record.stopwatch import Stopwatch
 from spiral_fast.rewards import NonFiniteReward, make_grader
 from spiral_fast.rewards.grading import Grading
@@ -44,7 +45,8 @@ def train(config: Config, *, resume: bool = False) -> Path:
     credit = credit_of(config)
     order = Draws(len(problems.train), config.seed, config.problems.shuffle)
     with sigterm_raises(), make_grader(config) as grader, Recorder(run, config, resume=resume) as record:
-        record.console.line(counts_in_a_line(problems.counts))
+        for line in (counts_in_a_line(problems.counts), *expectation(config, parts.loaded)):
+            record.console.line(line)
         known = digest([*problems.train, *problems.eval])
         checkpoints = Checkpoints(run / "checkpoints", config, known, record.console.line)
         saving = Stopwatch()
@@ -127,6 +129,7 @@ def train(config: Config, *, resume: bool = False) -> Path:
                     metrics = rollout_metrics(batch, engine.counts - counts) | learner_metrics(stats)
                     metrics |= {"skipped_problems": failed, "problems/epoch": next_draw / len(problems.train)}
                     record.traces(here.step + 1, batch.drawn())
+                    metrics |= speed_metrics(stats, watch.seconds.get("learn"), peak_flops(config, learner.device))
                     metrics |= watch.metrics() | memory_metrics() | {"time/save": saving.seconds.pop("save", 0.0)}
                     metrics |= {"time/grader_restarts": grader.restarts}
                     record.metrics(here.step + 1, metrics)

@@ -80,6 +80,12 @@ CHARTS = (
         "seconds per step",
         {"time/step": "step", "time/rollout": "rollout", "time/reward": "reward", "time/learn": "learn"},
     ),
+    Chart(
+        "Speed of the learner",
+        "tokens a second",
+        {"time/learner_tokens_per_s_logical": "logical", "time/learner_tokens_per_s_computed": "computed"},
+    ),
+    Chart("Model FLOPs utilisation of the learner", "share of the GPUs' peak", {"time/learner_mfu": "MFU"}),
     Chart("Memory", "MB, peak so far", {"time/peak_rss_mb": "resident", "time/peak_cuda_mb": "on the GPU"}),
 )
 

@@ -82,9 +82,13 @@ def step_line(step: int, steps: int, metrics: dict[str, Any]) -> str:
     seconds = metrics.get("time/rollout", 0.0)
     if seconds and "tokens/generated" in metrics:
         parts.append(f"{metrics['tokens/generated'] / seconds:,.0f} tok/s")
+    if metrics.get("time/learner_tokens_per_s_computed") is not None:
+        parts.append(f"learner {metrics['time/learner_tokens_per_s_computed']:,.0f} tok/s")
     for name, key in (("lr", "learning_rate"), ("grad", "grad/norm"), ("gap", "logp_gap/mean")):
         if metrics.get(key) is not None:
             parts.append(f"{name} {metrics[key]:.2g}")
+    if metrics.get("time/learner_mfu") is not None:
+        parts.append(f"MFU {metrics['time/learner_mfu']:.0%}")
     if "time/step" in metrics:
         parts.append(f"{metrics['time/step']:.1f} s")
     if metrics.get("skipped"):

@@ -18,7 +18,11 @@ from spiral_fast.record.trace_samples import SampleTrace, sample_traces
 
 SHOWN_CHARACTERS = 4000  # of a sample trace
 SHOWN_SKIPPED = 20  # steps without an update
-NO_SUMS = ("time/grader_restarts", "time/peak_rss_mb", "time/peak_cuda_mb", "problems/epoch")
+NO_SUMS = (
+    *("time/grader_restarts", "time/peak_rss_mb", "time/peak_cuda_mb", "problems/epoch"),
+    *("time/learner_tokens_per_s_logical", "time/learner_tokens_per_s_computed"),
+    *("time/learner_tflops_per_s", "time/learner_mfu"),
+)
 
 
 def write_report(run_dir: str | Path) -> Path:

@@ -71,6 +71,22 @@ def learner_metrics(stats) -> dict[str, float]:
     return metrics | {f"entropy/{LEVEL[level]}": value for level, value in stats.entropy.items()}
 
 
+def speed_metrics(stats, seconds: float | None, peak: float | None) -> dict[str, float]:
+    """How fast the learner was. seconds: those of `time/learn`; peak: FLOP/s of its GPUs together, None where unknown.
+
+    MFU is flops_computed over what the GPUs could have computed in that time: of prefixes that are shared and rows that
+    are left out nothing counts, and nothing of what checkpointing computes again (spiral_fast/learner/cost.py). Under
+    time/, since the machine decides."""
+    if not (seconds and stats.flops_computed):
+        return {}
+    metrics = {
+        "time/learner_tokens_per_s_logical": stats.tokens_logical / seconds,
+        "time/learner_tokens_per_s_computed": stats.tokens_computed / seconds,
+        "time/learner_tflops_per_s": stats.flops_computed / seconds / 1e12,
+    }
+    return metrics if peak is None else metrics | {"time/learner_mfu": stats.flops_computed / seconds / peak}
+
+
 def memory_metrics() -> dict[str, float]:
     """Peak memory of the process so far, MB: resident, and allocated on the GPU. Like all that the machine decides, and
     not the run, it stands under time/."""

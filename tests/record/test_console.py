@@ -50,3 +50,5 @@ def test_step_line_leaves_out_what_was_not_measured():
     assert step_line(7, 160, {}) == "step   7/160"
     line = step_line(7, 160, {"reward/search": 0.25, "reward/aggregation": None, "time/step": 1.25})
     assert line == "step   7/160  search 0.250  1.2 s"
+    fast = {"time/learner_tokens_per_s_computed": 6230.0, "time/learner_mfu": 0.217}
+    assert step_line(7, 160, fast) == "step   7/160  learner 6,230 tok/s  MFU 22%"

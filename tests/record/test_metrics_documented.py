@@ -9,7 +9,7 @@ import torch
 
 from spiral_fast.learner.learner import StepStats
 from spiral_fast.record.charts import CHARTS
-from spiral_fast.record.step_metrics import learner_metrics, memory_metrics, rollout_metrics
+from spiral_fast.record.step_metrics import learner_metrics, memory_metrics, rollout_metrics, speed_metrics
 from spiral_fast.record.stopwatch import Stopwatch
 from spiral_fast.rollout.live_batch import LiveBatch
 from spiral_fast.rollout.sglang.counts import SglangCounts
@@ -31,6 +31,7 @@ def written() -> set[str]:
     stats = StepStats(policy_version=1, gradient_cosine=0.5, entropy={0: 0.1, 1: 0.2})
     batch = LiveBatch(live=[rollout()], rounds=1)
     metrics = rollout_metrics(batch, SglangCounts()) | learner_metrics(stats) | watch.metrics() | memory_metrics()
+    metrics |= speed_metrics(StepStats(policy_version=1, flops_computed=1e12), 1.0, peak=1e15)
     return {"step", *metrics, *re.findall(r'"([\w/]+)":', loop)}
 
 

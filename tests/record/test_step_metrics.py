@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from spiral_fast.record.step_metrics import memory_metrics, rollout_metrics
+from spiral_fast.learner.step_stats import StepStats
+from spiral_fast.record.step_metrics import memory_metrics, rollout_metrics, speed_metrics
 from spiral_fast.rollout.engine import TokenCounts
 from spiral_fast.rollout.live_batch import LiveBatch
 from spiral_fast.trace import AGGREGATION, SEARCH, Problem, ProblemRollout, Trace, TraceKey
@@ -89,3 +90,15 @@ def test_memory_stands_under_time(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3_000_000)
     metrics = memory_metrics()
     assert metrics["time/peak_cuda_mb"] == 3.0 and all(key.startswith("time/") for key in metrics)
+
+
+def test_speed_of_the_learner():
+    stats = StepStats(policy_version=1, tokens_logical=900, tokens_computed=300, flops_computed=6e12)
+    assert speed_metrics(stats, 2.0, peak=1e13) == {
+        "time/learner_tokens_per_s_logical": 450,
+        "time/learner_tokens_per_s_computed": 150,
+        "time/learner_tflops_per_s": 3,
+        "time/learner_mfu": pytest.approx(0.3),
+    }
+    assert "time/learner_mfu" not in speed_metrics(stats, 2.0, peak=None)
+    assert speed_metrics(stats, None, 1e13) == {} == speed_metrics(StepStats(policy_version=1), 2.0, 1e13)
