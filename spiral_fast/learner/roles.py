@@ -64,8 +64,8 @@ class Roles:
 
 
 def adapter_folders(folder: Path, names: Sequence[str]) -> dict[str, Path]:
-    """Where peft's files of each adapter are. One: in `folder` itself. Two: in its search/ and aggregation/, as peft lays
-    several out; a folder of one adapter stands for both. Raises ConfigError for a folder of neither kind.
+    """Where peft's files of each adapter are. One: in `folder` itself. Two: in its search/ and aggregation/, as peft
+    lays several out; a folder of one adapter stands for both. Raises ConfigError for a folder of neither kind.
     """
     held = [name for name in ADAPTERS["two_adapters"] if (folder / name / WEIGHTS).is_file()]
     one = (folder / WEIGHTS).is_file()
