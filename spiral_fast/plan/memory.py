@@ -30,7 +30,9 @@ class Micro:
     checkpointing: bool
     record_rows: int = 0  # sampled tokens of the whole step: its numbers wait on the GPU for the step's end
     ranks: int = 1  # the learner's GPUs
-    sharded: bool = False  # parameters sharded over them by FSDP2, also over one
+    sharded: bool = False  # the frozen base is sharded over them by FSDP2, also over one
+    offload_checkpoints: bool = False  # layer inputs wait in host memory
+    offload_base: bool = False  # the base's shards lie in host memory
     both_levels: bool = True  # search and aggregation are trained: the search term's gradient is kept beside
 
 
@@ -63,11 +65,11 @@ def kept_by_layer(shape: Shape) -> dict[str, float]:
 
 def held(shape: Shape, micro: Micro) -> dict[str, float]:
     """What is there all the time of a step."""
-    base = shape.base_bytes / micro.ranks
+    base = 0.0 if micro.offload_base else shape.base_bytes / micro.ranks
     if micro.sharded:  # gathered beside the shards: two layers, one in use and one on its way, and the root group
         layer = shape.layer_numbers * shape.element
         base += 2 * layer + shape.base_bytes - shape.layers * layer
-    adapter = shape.adapter_bytes / micro.ranks
+    adapter = shape.adapter_bytes  # whole on each rank, as are its gradient and moments
     return {
         "base weights": base,
         "adapter": adapter,
@@ -77,6 +79,19 @@ def held(shape: Shape, micro: Micro) -> dict[str, float]:
     }
 
 
+def held_by_host(shape: Shape, micro: Micro) -> dict[str, float]:
+    """What offloading keeps in (pinned) host memory, bytes of one rank."""
+    return {
+        "base weights": micro.offload_base * shape.base_bytes / micro.ranks,
+        "checkpoints (layer inputs)": micro.offload_checkpoints * micro.tokens * _checkpoints(shape),
+    }
+
+
+def _checkpoints(shape: Shape) -> int:
+    """Bytes a token of all layers' inputs."""
+    return shape.layers * shape.element * shape.hidden
+
+
 def moments(shape: Shape, micro: Micro) -> list[Moment]:
     """The moments of a step that can be its peak."""
     b, h, q, k = shape.element, shape.hidden, shape.query, shape.key
@@ -84,7 +99,9 @@ def moments(shape: Shape, micro: Micro) -> list[Moment]:
     layer = kept_by_layer(shape)
     rotary = 2 * b * q / shape.query_heads  # cosines and sines, one for all layers
     if micro.checkpointing:
-        kept = {"checkpoints (layer inputs)": n * (shape.layers * b * h + rotary)}
+        # offloaded ones come back one by one, and a layer that was run again reads its norms' copies of them
+        on_device = 0 if micro.offload_checkpoints else _checkpoints(shape)
+        kept = {"checkpoints (layer inputs)": n * (on_device + rotary)}
         name, others = "one layer's backward", 0.0
     else:
         kept = {"activations kept": n * (shape.layers * sum(layer.values()) + rotary)}
@@ -118,7 +135,7 @@ def moments(shape: Shape, micro: Micro) -> list[Moment]:
         Moment("norm backward", always | kept | backward(norm)),
         Moment("attention backward", always | kept | backward(attention) | {"attention workspace": workspace}),
         # the flat gradient and its terms, AdamW's temporaries
-        Moment("update", always | {"update": 4 * shape.adapter_bytes / micro.ranks}),
+        Moment("update", always | {"update": 4 * shape.adapter_bytes}),
     ]
 
 

@@ -1,7 +1,7 @@
 """The truth for `plan`: the learner itself at full size on fake CUDA tensors, its storages or its FLOPs counted.
 
-    python tests/plan/fake_cuda.py memory|flops '[{"config": FILE, "model": {}, "checkpointing": true, "cases":
-        [{"tokens": 20000, "sampled": 0.5}, ...]}, ...]'
+    python tests/plan/fake_cuda.py memory|flops '[{"config": FILE, "model": {}, "checkpointing": true, "offload": false,
+        "cases": [{"tokens": 20000, "sampled": 0.5}, ...]}, ...]'
 
 prints a JSON list of its cases' figures for each group. Fake tensors have shapes, strides, dtypes and storages, but no
 memory; no GPU is needed. A process of its own, since a CPU build of torch must be made to take CUDA for present.
@@ -123,11 +123,11 @@ def _module_of(operator) -> str:
     return operator._schema.name.replace("::", ".").removesuffix("_backward")
 
 
-def policy_on(model: Path, settings: ModelConfig, checkpointing: bool) -> Policy:
+def policy_on(model: Path, settings: ModelConfig, checkpointing: bool, offload: bool) -> Policy:
     """Outside of FakeTensorMode; its parameters are on `meta` until `to_fake_cuda`."""
     policy = Policy(empty_model(settings, model))
     if checkpointing:
-        policy.checkpoint_layers()
+        policy.checkpoint_layers(offload=offload)
     return policy
 
 
@@ -230,7 +230,8 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     measure = {"memory": memory, "flops": flops}[sys.argv[1]]
     for group in json.loads(sys.argv[2]):
-        made = policy_on(Path(group["config"]), ModelConfig(path="-", **group["model"]), group["checkpointing"])
+        settings = ModelConfig(path="-", **group["model"])
+        made = policy_on(Path(group["config"]), settings, group["checkpointing"], group["offload"])
         with fake_cuda():
             to_fake_cuda(made)
             print(json.dumps([measure(made, case) for case in group["cases"]]), flush=True)
