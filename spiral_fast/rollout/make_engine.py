@@ -24,7 +24,7 @@ def make_engine(
 ) -> Engine:
     """The engine of `rollout.engine` for the learner's own model (`loaded`: a LoadedModel). Servers write their logs
     into `folder`, by default a temporary one; `say` is told when one is lost or back. Raises ConfigError."""
-    if chosen_engine(config.rollout, cuda=loaded.causal_lm.device.type == "cuda") == "sglang":
+    if chosen_engine(config.rollout, cuda=loaded.device.type == "cuda") == "sglang":
         return _sglang(config, loaded, folder, say)
     rollout = config.rollout
     if rollout.batch_invariant:
@@ -41,6 +41,7 @@ def make_engine(
         cache_tokens=rollout.cache_tokens,
         watch_weights=not config.learner.fsdp,
         batch_invariant=rollout.batch_invariant,
+        roles=loaded.roles,
     )
 
 
@@ -84,7 +85,7 @@ def _sglang(config: Config, loaded, folder: Path | None, say: Callable[[str], No
         timeout_s=rollout.sglang.timeout_s,
         start_timeout_s=rollout.sglang.start_timeout_s,
         deterministic=rollout.sglang.deterministic,
-        shares_gpu=not rollout.servers and loaded.causal_lm.device.type == "cuda",
+        shares_gpu=not rollout.servers and loaded.device.type == "cuda",
         folder=folder,
         say=say,
     )

@@ -102,12 +102,12 @@ def tree_prompts(tree, pool, lengths, draw):
         key, value = draw(length), draw(length)
         slots = pool.allocate(length)
         pool.write(0, torch.from_numpy(slots), key, value)
-        tokens = np.full(length, len(tree.root.children))  # another first token than all children's
+        tokens = np.full(length, len(tree.roots["default"].children))  # another first token than all children's
         if above:
             node = tree.extend(above, tokens, slots)
             key, value = (torch.cat([a, b]) for a, b in zip(found[above], (key, value), strict=True))
         else:
-            node = tree.extend(tree.root, tokens, slots)
+            node = tree.extend(tree.roots["default"], tokens, slots)
         found[node] = key, value
         made.append(node)
     return found

@@ -167,7 +167,7 @@ def test_more_requests_than_rows(exact_model):
         for ticket, done in engine.step():
             each = tickets.pop(ticket)
             assert len(done.tokens) == each.max_new_tokens or done.finish_reason == "stop"
-        running.append(len(engine._rows))
+        running.append(engine._n_running)
     assert max(running) <= 16
     assert engine.step() == []
 

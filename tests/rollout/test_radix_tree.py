@@ -49,7 +49,7 @@ def held(tree: RadixTree) -> dict[tuple[int, ...], int]:
                 found[path] = slot
             walk(child, path)
 
-    walk(tree.root, ())
+    walk(tree.roots["default"], ())
     return found
 
 

@@ -12,6 +12,9 @@ admitted together the first with a prefix computes it.
 Memory. `cache_tokens` bounds the prompt tokens in the tree plus `max_new_tokens` of every running request: all keys and
 values there are, where the native kernels serve (CPU, float32 and bfloat16). Elsewhere decoding also keeps a padded
 copy of each running prompt (one per group of siblings admitted together), outside this budget.
+
+Two adapters. A request's level says which of `roles` serves it: each adapter has a root of its own in the tree and its
+own running rows, and a decode step is a forward for each that has any. Rows, cache and head serve both.
 """
 
 from __future__ import annotations
@@ -26,14 +29,24 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from spiral_fast.batch_invariant import ROWS, log_probs, run_decoder
+from spiral_fast.learner.roles import Roles
 from spiral_fast.rollout.engine import Completion, NonFiniteLogits, PromptTooLong, Request, TokenCounts
-from spiral_fast.rollout.radix.decode import decode_batch
+from spiral_fast.rollout.radix.decode import DecodeBatch, decode_batch
 from spiral_fast.rollout.radix.model import WeightsWatch, serve
 from spiral_fast.rollout.radix.pool import Pool
 from spiral_fast.rollout.radix.prefill import Chunk, Plan, chunks
 from spiral_fast.rollout.radix.rows import Entry, Rows, fill_holes
 from spiral_fast.rollout.radix.sampling import sample
 from spiral_fast.rollout.radix.tree import RadixTree
+
+Prompt = tuple[str, tuple[int, ...]]  # the adapter that serves it, its tokens
+
+
+class Running:
+    """The running requests of one adapter."""
+
+    def __init__(self, role: str, batch: DecodeBatch):
+        self.role, self.batch, self.rows = role, batch, Rows([])
 
 
 class RadixEngine:
@@ -53,13 +66,15 @@ class RadixEngine:
         cache_tokens: int,
         watch_weights: bool = True,
         batch_invariant: bool = False,
+        roles: Roles | None = None,
     ):
         """model: a transformers causal LM, LoRA in place or not, on `spiral_fast.attention.ATTENTION`; eos_token_ids:
         any of them ends a trace; max_running: requests decoded together; prefill_chunk: prompt tokens per forward;
         cache_tokens: see the module; watch_weights: raise RuntimeError where weights change without `set_policy`,
         possible only while parameters stay the same objects (not sharded ones); batch_invariant: a trace and its
-        log-probs have the same bits whatever else is in the batch, where batch_invariant.check_possible allows. A
-        model that cannot be served exactly raises ValueError naming the field."""
+        log-probs have the same bits whatever else is in the batch, where batch_invariant.check_possible allows;
+        roles: the model's adapters, None = no more than one. A model that cannot be served exactly raises ValueError
+        naming the field."""
         self._served = serve(model)
         self._watched = model if watch_weights else torch.nn.Module()
         self._is_eos = np.zeros(self._served.vocabulary, bool)  # an id outside the vocabulary is never sampled
@@ -73,6 +88,7 @@ class RadixEngine:
         self._next_ticket = 0
         self._version = 0
         self._batch_invariant = batch_invariant
+        self._roles = roles or Roles(["default"])
         self._flush()
 
     def add(self, request: Request) -> int:
@@ -97,9 +113,9 @@ class RadixEngine:
             )
         entry = Entry(self._next_ticket, request)
         self._next_ticket += 1
-        if not self._n_waiting and not len(self._rows):
+        if not self._n_waiting and not self._n_running:
             self._ranks.clear()
-        prompt = tuple(request.prompt)
+        prompt = self._roles.of(request.key.level), tuple(request.prompt)
         if prompt not in self._waiting:
             self._waiting[prompt] = deque()
             rank = self._ranks.setdefault(request.key.problem, len(self._ranks))
@@ -114,15 +130,15 @@ class RadixEngine:
 
         Whatever fails inside a step drops the cache and everything pending, and passes on.
         """
-        if not self._n_waiting and not len(self._rows):
+        if not self._n_waiting and not self._n_running:
             return []
         try:
             self._check_weights()
             finished: list[tuple[int, Completion]] = []
             while not finished:
                 finished = self._admit()
-                if not finished and len(self._rows):
-                    finished = self._decode()
+                if not finished:
+                    finished = [done for running in self._running for done in self._decode(running)]
             return finished
         except BaseException:
             self.abandon()  # a forward that failed half way left prompts in the tree without keys and values
@@ -130,7 +146,7 @@ class RadixEngine:
 
     def set_policy(self, version: int) -> None:
         """The weights are now those of `version`: forget what is cached. RuntimeError while a request is pending."""
-        pending = self._n_waiting + len(self._rows)
+        pending = self._n_waiting + self._n_running
         if pending:
             raise RuntimeError(f"set_policy({version}) with {pending} requests queued or running; finish them first")
         self._version = version
@@ -138,7 +154,7 @@ class RadixEngine:
 
     def abandon(self) -> None:
         """Forget every queued and running request, and the cache with them. Their sampled tokens stay counted."""
-        self._count_generated(int(self._rows.sampled.sum()))
+        self._count_generated(sum(int(running.rows.sampled.sum()) for running in self._running))
         self._flush()
 
     def close(self) -> None:
@@ -147,19 +163,25 @@ class RadixEngine:
 
     def _flush(self) -> None:
         served = self._served
-        self._tree = RadixTree()
+        self._tree = RadixTree(self._roles.names)
         self._pool = Pool(
             served.layers, served.key_value_heads, served.head_dim, self._cache_tokens, served.dtype, served.device
         )
-        self._batch = decode_batch(self._pool, batch_invariant=self._batch_invariant, windows=served.windows)
-        self._rows = Rows([])
-        self._waiting: dict[tuple[int, ...], deque[Entry]] = {}  # siblings together, in whatever order they came
-        self._order: list[tuple[int, int, tuple[int, ...]]] = []  # heap of the waiting prompts
+        self._running = [
+            Running(role, decode_batch(self._pool, batch_invariant=self._batch_invariant, windows=served.windows))
+            for role in self._roles.names
+        ]
+        self._waiting: dict[Prompt, deque[Entry]] = {}  # siblings together, in whatever order they came
+        self._order: list[tuple[int, int, Prompt]] = []  # heap of the waiting prompts
         self._ranks: dict[str, int] = {}  # of problems, by their first request since the engine was idle
         self._n_waiting = 0
         self._reserved = 0  # new tokens the running requests may still ask for, and those they have
         self._full = False  # the first in the queue did not fit, and nothing has finished since
         self._watch: WeightsWatch | None = None  # from the first request under this version on
+
+    @property
+    def _n_running(self) -> int:
+        return sum(len(running.rows) for running in self._running)
 
     def _check_weights(self) -> None:
         """Cached keys and values must come from the weights that read them, by whatever path these were changed."""
@@ -178,27 +200,33 @@ class RadixEngine:
 
         Problems in order of arrival: the aggregations of an early one come before the searches of later ones.
         """
-        room = self._max_running - len(self._rows)
+        room = self._max_running - self._n_running
         if self._full or not self._n_waiting or room < min(self._n_waiting, max(1, self._max_running // 8)):
             return []  # a few free rows wait for more of them: a prefill costs a forward however short it is
-        groups: list[list[Entry]] = []
-        plan = Plan()
+        groups: dict[str, list[list[Entry]]] = {role: [] for role in self._roles.names}
+        plans = {role: Plan() for role in groups}
         while self._waiting and room:
-            prompt = self._order[0][2]
+            prompt = role, tokens = self._order[0][2]
             queue = self._waiting[prompt]
-            members = self._place(prompt, queue, room, plan)
+            members = self._place(role, tokens, queue, room, plans[role])
             if not members:
                 self._full = True
                 break
-            groups.append(members)
+            groups[role].append(members)
             room -= len(members)
             self._n_waiting -= len(members)
             if not queue:
                 heapq.heappop(self._order)
                 del self._waiting[prompt]
-        if not groups:
-            return []
-        self._prefill(plan)
+        finished = []
+        for running in self._running:
+            if of_role := groups[running.role]:
+                finished += self._start(running, of_role, plans[running.role])
+        return finished
+
+    def _start(self, running: Running, groups: list[list[Entry]], plan: Plan) -> list[tuple[int, Completion]]:
+        """Prefill `plan`; groups of entries with one prompt each become running rows."""
+        self._prefill(running.role, plan)
         hidden = torch.stack([members[0].node.hidden for members in groups])
         sizes = [len(members) for members in groups]
         rows = Rows([entry for members in groups for entry in members])
@@ -206,16 +234,16 @@ class RadixEngine:
         self._count(entries)
         finished, alive = self._sample(rows, hidden, torch.repeat_interleave(torch.tensor(sizes)).to(hidden.device))
         rows.select(np.flatnonzero(alive))
-        running = np.add.reduceat(alive.astype(np.int64), np.cumsum([0] + sizes[:-1])).tolist()
-        prompts = [members[0].node for members, n in zip(groups, running, strict=True) if n]
+        left = np.add.reduceat(alive.astype(np.int64), np.cumsum([0] + sizes[:-1])).tolist()
+        prompts = [members[0].node for members, n in zip(groups, left, strict=True) if n]
         if prompts:
-            self._batch.add(prompts, [n for n in running if n], rows.limit)
-            self._rows.append(rows)
+            running.batch.add(prompts, [n for n in left if n], rows.limit)
+            running.rows.append(rows)
         return finished
 
-    def _place(self, prompt: tuple[int, ...], queue: deque[Entry], room: int, plan: Plan) -> list[Entry]:
+    def _place(self, role: str, prompt: tuple[int, ...], queue: deque[Entry], room: int, plan: Plan) -> list[Entry]:
         """Take requests with this prompt off the queue, as many as fit, and give the prompt its place in the tree."""
-        node, matched = self._tree.find(prompt)
+        node, matched = self._tree.find(prompt, role)
         node.pins += 1
         missing = len(prompt) - matched
         members: list[Entry] = []
@@ -248,7 +276,7 @@ class RadixEngine:
         node.pins += len(members)
         return members
 
-    def _prefill(self, plan: Plan) -> None:
+    def _prefill(self, role: str, plan: Plan) -> None:
         if not plan.runs:
             return
         wanted = sorted(plan.wanted, key=lambda pair: pair[1])
@@ -256,7 +284,7 @@ class RadixEngine:
         kept, first = [], 0
         for part in chunks(plan.runs, self._prefill_chunk):
             chunk = Chunk(self._pool, part, self._served.device)
-            hidden = self._forward(chunk.tokens, chunk.positions, chunk)
+            hidden = self._forward(role, chunk.tokens, chunk.positions, chunk)
             inside = at[(at >= first) & (at < first + len(hidden))] - first
             kept.append(hidden[torch.from_numpy(inside).to(hidden.device)])
             first += len(hidden)
@@ -265,29 +293,33 @@ class RadixEngine:
 
     # Decode
 
-    def _decode(self) -> list[tuple[int, Completion]]:
-        """One token for every running request."""
-        rows = self._rows
-        self._batch.begin_step()
+    def _decode(self, running: Running) -> list[tuple[int, Completion]]:
+        """One token for every running request of one adapter."""
+        rows = running.rows
+        if not len(rows):
+            return []
+        running.batch.begin_step()
         device = self._served.device
         tokens = torch.from_numpy(rows.last_tokens()).to(device)
         positions = torch.from_numpy(rows.prompt + rows.sampled - 1).to(device)
-        finished, alive = self._sample(rows, self._forward(tokens, positions, self._batch))
+        finished, alive = self._sample(rows, self._forward(running.role, tokens, positions, running.batch))
         if finished:
             source, target = fill_holes(alive)
             left = int(alive.sum())
             order = np.arange(left)
             order[target] = source
             rows.select(order)
-            self._batch.remove((source, target), left)
+            running.batch.remove((source, target), left)
         return finished
 
-    def _forward(self, tokens: torch.Tensor, positions: torch.Tensor, attend) -> torch.Tensor:
+    def _forward(self, role: str, tokens: torch.Tensor, positions: torch.Tensor, attend) -> torch.Tensor:
         """tokens, positions (T,) -> hidden states (T, H)"""
-        if self._batch_invariant:
-            return run_decoder(self._served.decoder, tokens, positions, attend)
-        out = self._served.decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False, attend=attend)
-        return out.last_hidden_state[0]
+        decoder = self._served.decoder
+        with self._roles.serving(role):
+            if self._batch_invariant:
+                return run_decoder(decoder, tokens, positions, attend)
+            out = decoder(input_ids=tokens[None], position_ids=positions[None], use_cache=False, attend=attend)
+            return out.last_hidden_state[0]
 
     def _sample(self, rows: Rows, hidden: torch.Tensor, row_of: torch.Tensor | None = None):
         """Sample one token per row from hidden (R, H), or hidden[row_of]. Returns completions, and which rows go on."""

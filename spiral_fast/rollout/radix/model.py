@@ -65,5 +65,6 @@ def serve(model: PreTrainedModel) -> Served:
         windows=windowed_layer(model.config) is not None,
         vocabulary=embedding.shape[0],
         dtype=embedding.dtype,
-        device=embedding.device,
+        # between rollouts the base may lie in host memory (learner.offload_base), the adapter does not
+        device=next((p.device for p in model.parameters() if p.requires_grad), embedding.device),
     )

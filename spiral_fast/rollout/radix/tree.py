@@ -36,18 +36,19 @@ class Node:
 
 
 class RadixTree:
-    """Prefixes of one (policy version, adapter)."""
+    """Prefixes of one policy version: below a root for each adapter, since another has other keys and values."""
 
-    def __init__(self):
-        self.root = Node(np.empty(0, np.int64), np.empty(0, np.int64), None)
+    def __init__(self, adapters: Sequence[str] = ("default",)):
+        nothing = np.empty(0, np.int64)
+        self.roots = {adapter: Node(nothing, nothing, None) for adapter in adapters}
         self.size = 0  # tokens held
         self._clock = 0
 
-    def find(self, tokens: Sequence[int]) -> tuple[Node, int]:
-        """The node that ends at the longest cached prefix of `tokens`, and that prefix's length."""
+    def find(self, tokens: Sequence[int], adapter: str = "default") -> tuple[Node, int]:
+        """The node that ends at the longest prefix of `tokens` cached for the adapter, and that prefix's length."""
         tokens = np.asarray(tokens, np.int64)
         self._clock += 1
-        node, length = self.root, 0
+        node, length = self.roots[adapter], 0
         while length < len(tokens):
             child = node.children.get(int(tokens[length]))
             if child is None:
@@ -82,7 +83,7 @@ class RadixTree:
             count -= len(node.slots)
             self.size -= len(node.slots)
             parent = node.parent
-            if parent is not self.root and not parent.children and not parent.pins:
+            if parent.parent is not None and not parent.children and not parent.pins:
                 heapq.heappush(leaves, (parent.last_used, id(parent), parent))
         return np.concatenate(freed) if freed else np.empty(0, np.int64)
 
@@ -95,7 +96,7 @@ class RadixTree:
         return head
 
     def _nodes(self):
-        stack = list(self.root.children.values())
+        stack = [node for root in self.roots.values() for node in root.children.values()]
         while stack:
             node = stack.pop()
             yield node
