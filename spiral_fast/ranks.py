@@ -1,8 +1,8 @@
 """The processes of one training, its ranks: as many as torchrun started, else this one alone.
 
-All ranks run the same program on the same draws. They meet in three places: `share_out` splits a list among them and
-gathers what each made of its part, `sum_over` adds up a tensor, `from_first` takes a decision that only rank 0 can take
-(it alone writes the run's folder). With one rank each of these is the plain call.
+All ranks run the same program on the same draws. Where they meet: `share_out` splits a list among them and gathers what
+each made of its part, `sum_over` adds up a tensor, `from_first` takes a decision that rank 0 alone can take (it alone
+writes the run's folder). With one rank each of these is the plain call.
 
 Objects travel pickled: sender and receiver are processes of one program that trust each other anyway, on connections
 that torchrun set up among them; nothing sampled or downloaded is ever unpickled, only carried inside.
@@ -11,6 +11,7 @@ that torchrun set up among them; nothing sampled or downloaded is ever unpickled
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -72,36 +73,41 @@ def gather(value: Any) -> list[Any]:
     return gathered
 
 
-def share_out(
-    work: Callable[[list[Item]], list[Made]], items: Sequence[Item], *, among: int | None = None
-) -> list[Made]:
-    """`work(items)`, which gives one result an item, shared out: rank r works on items r, r + n, r + 2 n, ... where n is
-    the number of ranks, or `among`: then only the first so many ranks work. Every rank returns all results, in order.
-
-    What `work` raises on some rank is raised on every rank, when all have finished; of several errors that of the
-    lowest rank. Ctrl-C passes at once."""
+def on_each(work: Callable[[], Made]) -> list[Made]:
+    """What `work()` makes on each rank, on every rank, in the order of the ranks. What it raises on some rank is raised
+    on every one when all have finished; of several errors that of the lowest rank. Ctrl-C passes at once."""
     if size() == 1:
-        return work(list(items))
-    n = min(size(), among or size())
-    made, error = [], None
-    if rank() < n:
-        try:
-            made = work(list(items[rank() :: n]))
-        except Exception as raised:
-            error = raised
+        return [work()]
+    made = error = None
+    try:
+        made = work()
+    except Exception as raised:
+        error = raised
     parts = gather((made, _Carried.of(error) if error else None))
     for number, (_, carried) in enumerate(parts):
         if carried:
             raise error if number == rank() else carried.error(number)
+    return [part for part, _ in parts]
+
+
+def share_out(
+    work: Callable[[list[Item]], list[Made]], items: Sequence[Item], *, among: int | None = None
+) -> list[Made]:
+    """`work(items)`, which gives one result an item, shared out: rank r works on items r, r + n, r + 2 n, ... of n
+    ranks, or of `among`: the others have none. Every rank returns all results, in order; errors as `on_each`."""
+    if size() == 1:
+        return work(list(items))
+    n = among or size()
+    parts = on_each(lambda: work(list(items[rank() :: n])) if rank() < n else [])
     results: list[Any] = [None] * len(items)
     for number in range(n):
-        results[number::n] = parts[number][0]
+        results[number::n] = parts[number]
     return results
 
 
 def from_first(ask: Callable[..., Made], *args: Any) -> Made:
-    """`ask(*args)` of rank 0, on every rank; what it raises there is raised everywhere."""
-    return share_out(lambda _: [ask(*args)], [None], among=1)[0]
+    """`ask(*args)` of rank 0, which alone is asked, on every rank; what it raises there is raised everywhere."""
+    return on_each(lambda: ask(*args) if rank() == 0 else None)[0]
 
 
 @dataclass(frozen=True)
@@ -115,8 +121,6 @@ class _Carried:
 
     @staticmethod
     def of(error: Exception) -> _Carried:
-        import pickle
-
         carried = _Carried(type(error), error.args, {k: v for k, v in vars(error).items() if k != "__notes__"})
         try:
             pickle.loads(pickle.dumps(carried))

@@ -71,8 +71,8 @@ Contender = Callable[[list[Row]], Step]  # one step of learning rate 1e-12
 class PrefixGrouperLearner(Learner):
     """learner.sharing set, with ConcatAttention."""
 
-    def _micro_batches(self, rows):
-        for part, packed in super()._micro_batches(rows):
+    def _micro_batches(self, rows, load=None):
+        for part, packed in super()._micro_batches(rows, load):
             packed.attend = ConcatAttention([rows[i] for i in part])
             yield part, packed
 

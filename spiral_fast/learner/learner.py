@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from spiral_fast import ranks
 from spiral_fast.config import Config
 from spiral_fast.interrupts import interrupts_held
 from spiral_fast.learner import checkpoint, fsdp
 from spiral_fast.learner.cost import cost_of
 from spiral_fast.learner.model import LoadedModel
-from spiral_fast.learner.packed import Packed, pack
+from spiral_fast.learner.micro_batches import MicroBatches
+from spiral_fast.learner.packed import Packed
 from spiral_fast.learner.policy import Policy, TokenLoss
 from spiral_fast.learner.refusals import refuse_windows
-from spiral_fast.learner.rows import Row, check_rows, micro_batches, not_finite
+from spiral_fast.learner.rows import Row, check_rows, not_finite
 from spiral_fast.learner.self_check import check_against_flat
-from spiral_fast.learner.sharing import cut, paths_of
 from spiral_fast.learner.step_stats import StepRecord, StepStats, norm
-from spiral_fast.learner.trees import pack_tree
 from spiral_fast.trace import SEARCH
 from spiral_kernels import LinearPolicyLoss
 
@@ -37,6 +37,9 @@ class Learner:
     does not depend on how it is cut into micro-batches, nor on which rows share the computation of a common prefix.
     With two adapters each row's lp_t is under the one of its level (learner/roles.py), which alone it trains; a step
     without live rows for one leaves that one and its moments as they are. clip_norm bounds the norm over both.
+
+    On several ranks (spiral_fast/ranks.py) every method but `save` is called on all of them with the same rows; each
+    computes its micro-batches, and all return the same and hold the same adapter.
     """
 
     def __init__(self, config: Config, loaded: LoadedModel):
@@ -56,6 +59,8 @@ class Learner:
         if self.config.fsdp:
             fsdp.shard(self.policy, self.device, offload_base=self.config.offload_base)
         self.parameters = {name: p for name, p in loaded.model.named_parameters() if p.requires_grad}
+        for parameter in self.parameters.values():
+            ranks.as_first(parameter.data)
         self.optimiser = self._adamw()
         self._supervised_optimiser: torch.optim.AdamW | None = None
 
@@ -78,11 +83,11 @@ class Learner:
             return _skip(stats, "no live row", [])
         search = [index for index in live if rows[index].level == SEARCH]
         aggregation = [index for index in live if rows[index].level != SEARCH]
-        record = StepRecord()
-        self._backward(rows, search, record)
-        search_gradient = self.gradient() if search and aggregation else None
-        self._backward(rows, aggregation, record)
-        gradient = self.gradient()
+        record, load = StepRecord(), [0.0] * ranks.size()
+        self._backward(rows, search, record, load)
+        search_gradient = ranks.sum_over(self.gradient()) if search and aggregation else None
+        self._backward(rows, aggregation, record, load)
+        gradient = self._sum_gradients()
         record.into(stats)
         stats.live_rows = len(live)
         stats.gradient_norm = norm(gradient)
@@ -95,7 +100,8 @@ class Learner:
             return _skip(stats, reason, record.not_finite() or live)
         if stats.clipped:
             for parameter in self.parameters.values():
-                parameter.grad.mul_(stats.clip_factor)
+                if parameter.grad is not None:
+                    parameter.grad.mul_(stats.clip_factor)
         return stats
 
     def update(self, stats: StepStats) -> StepStats:
@@ -114,9 +120,10 @@ class Learner:
         out: list[np.ndarray] = [np.empty(0)] * len(rows)
         for part, packed in self._micro_batches(rows):
             logp = self.policy(packed, self.temperature).logp
-            for index, values in zip(part, logp.split(packed.counts), strict=True):
+            for index, values in zip(part, logp.split(packed.counts), strict=bool(part)):
                 out[index] = values.cpu().numpy()
-        return out
+        of_ranks = ranks.gather(out)
+        return [max((of_rank[i] for of_rank in of_ranks), key=len) for i in range(len(rows))]
 
     def supervised_step(self, rows: Sequence[Row], learning_rate: float) -> float:
         """One AdamW step (with moments of its own) on the cross-entropy at temperature 1, the mean over the batch's
@@ -127,11 +134,12 @@ class Learner:
         self._supervised_optimiser.zero_grad()
         n_tokens = sum(len(row.tokens) for row in rows)
         total = 0.0
-        for _, packed in self._micro_batches(rows):
-            loss = -self.policy(packed, 1.0).logp.sum() / n_tokens
+        for part, packed in self._micro_batches(rows):
+            loss = -self.policy(packed, 1.0).logp.sum() / n_tokens * bool(part)
             loss.backward()
             total += loss.item()
-        for name, value in (("cross-entropy", total), ("gradient norm", norm(self.gradient()))):
+        total = sum(ranks.gather(total))
+        for name, value in (("cross-entropy", total), ("gradient norm", norm(self._sum_gradients()))):
             if not math.isfinite(value):
                 self._supervised_optimiser.zero_grad()
                 raise FloatingPointError(f"supervised step: the {name} is {value}; lower warm_start.learning_rate")
@@ -150,50 +158,59 @@ class Learner:
         """Continue from what `save` wrote: the same steps give the same bits as without the break."""
         checkpoint.restore(self, Path(folder))
 
-    def _backward(self, rows: Sequence[Row], indices: list[int], record: StepRecord) -> None:
-        """Add the gradient of the loss of rows[indices] to the adapter's."""
-        for part, packed in self._micro_batches([rows[i] for i in indices]):
+    def _backward(self, rows: Sequence[Row], indices: list[int], record: StepRecord, load: list[float]) -> None:
+        """Add the gradient of the loss of rows[indices] to the adapter's: of this rank's micro-batches of them."""
+        if not indices:
+            return
+        micro_batches = self._micro_batches([rows[i] for i in indices], load)
+        for part, packed in micro_batches:
             part = [indices[i] for i in part]
             batch = [rows[i] for i in part]
             out, token_loss = self.loss_and_gradient(batch, packed)
             if self._check_due:  # the first of all: the gradient is this micro-batch's alone
                 self._check_due = False
-                check_against_flat(self, batch, out.logp)
-            levels = _per_token([row.level for row in batch], packed, packed.targets)
-            row_of = _per_token(part, packed, packed.targets)
-            record.add(packed, out, token_loss, levels, row_of, self.cost.of_packed(packed))
+                check_against_flat(self, batch, out.logp, forwards=micro_batches.most_rows_first)
+            if part:
+                levels = _per_token([row.level for row in batch], packed, packed.targets)
+                row_of = _per_token(part, packed, packed.targets)
+                record.add(packed, out, token_loss, levels, row_of, self.cost.of_packed(packed))
 
     def loss_and_gradient(self, batch: Sequence[Row], packed: Packed) -> tuple[LinearPolicyLoss, TokenLoss]:
-        """Adds the gradient of one micro-batch, packed from `batch`; its loss and log-probs, cut off from the graph."""
-        rollout_logp = torch.from_numpy(np.concatenate([row.rollout_logp for row in batch])).to(self.device)
-        credit, weight = (
-            _per_token([getattr(row, name) for row in batch], packed, rollout_logp.double())
-            for name in ("credit", "weight")
-        )
+        """Adds the gradient of one micro-batch, packed from `batch`; its loss and log-probs, cut off from the graph.
+        Without a row the gradient is 0, whatever is packed."""
+        if batch:
+            rollout_logp = torch.from_numpy(np.concatenate([row.rollout_logp for row in batch])).to(self.device)
+            credit, weight = (
+                _per_token([getattr(row, name) for row in batch], packed, rollout_logp.double())
+                for name in ("credit", "weight")
+            )
+        else:
+            rollout_logp = torch.zeros(len(packed.targets), device=self.device)
+            credit = weight = rollout_logp.double()
         token_loss = TokenLoss(credit, rollout_logp, weight)
         out = self.policy(packed, self.temperature, token_loss)
         out.loss.backward()
         return out._replace(loss=out.loss.detach()), token_loss
 
-    def _micro_batches(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], Packed]]:
-        """Indices of the rows of each micro-batch, all of them of one adapter, and these rows packed in that order."""
-        for role, indices in self.policy.roles.split([row.level for row in rows]).items():
-            for part, packed in self._micro_batches_of([rows[i] for i in indices], role):
-                yield [indices[i] for i in part], packed
-
-    def _micro_batches_of(self, rows: Sequence[Row], role: str) -> Iterator[tuple[list[int], Packed]]:
-        if self.config.sharing == "none":
-            for part in micro_batches(rows, self.config.micro_batch_tokens):
-                yield part, pack([(rows[i].prompt, rows[i].tokens) for i in part], self.device, role)
-            return
-        paths = paths_of(rows, self.config.sharing)
-        for part in cut(rows, paths, self.config.micro_batch_tokens, self.cost):
-            yield part, pack_tree(rows, paths, part, self.device, role)
+    def _micro_batches(self, rows: Sequence[Row], load: list[float] | None = None) -> MicroBatches:
+        return MicroBatches(rows, self.config, self.cost, self.policy.roles, self.device, load)
 
     def gradient(self) -> torch.Tensor:
-        """The adapter's gradient as one flat vector (a copy); a parameter without one counts as zero."""
+        """The adapter's gradient as one flat vector (a copy), of this rank's micro-batches; a parameter without one
+        counts as zero."""
         gradients = (torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters.values())
         return torch.cat([gradient.detach().flatten() for gradient in gradients])
+
+    def _sum_gradients(self) -> torch.Tensor:
+        """Make the gradient on each rank that of all ranks' micro-batches. Weights are of the whole batch: their sum is
+        the batch's. Returns it as one flat vector."""
+        whole = ranks.sum_over(self.gradient())
+        if ranks.size() > 1:
+            parameters = list(self.parameters.values())
+            for parameter, part in zip(parameters, whole.split([p.numel() for p in parameters]), strict=True):
+                if parameter.grad is not None:  # an adapter without rows has none, on no rank
+                    parameter.grad.copy_(part.view_as(parameter))
+        return whole
 
     def _learning_rate(self) -> float:
         """Linear warm-up over `warmup_steps` optimiser steps, then constant."""

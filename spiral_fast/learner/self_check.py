@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from spiral_fast import ranks
 from spiral_fast.learner.packed import pack
 from spiral_fast.learner.rows import Row
 from spiral_fast.learner.step_stats import norm
@@ -25,15 +26,16 @@ class SharingDiffers(FloatingPointError):
     """The gradient with shared prefixes is not the flat one; the message has the figures."""
 
 
-def check_against_flat(learner: Learner, rows: Sequence[Row], logp: torch.Tensor) -> None:
+def check_against_flat(learner: Learner, rows: Sequence[Row], logp: torch.Tensor, *, forwards: int) -> None:
     """Raise SharingDiffers unless the learner's gradient, which must be that of `rows` alone, is up to rounding the sum
     of each row's own. logp (R,): the log-probs that came with it, row after row. The gradient is left as it was.
+
+    On several ranks it is called on all with their own rows, each runs `forwards` (>= len(rows)) forwards and
+    backwards, and all raise when one finds a difference.
 
     Rounding is relative to the root of the rows' summed squares where that is larger than the norm of the sum: the
     gradients of equal traces with opposite credits cancel, their rounding does not."""
     shared = learner.gradient()
-    if not shared.isfinite().all():  # reported as such by the step
-        return
     parameters = list(learner.parameters.values())
     kept = [parameter.grad for parameter in parameters]
     flat, flat_logp, squares = torch.zeros_like(shared), [], 0.0
@@ -46,15 +48,23 @@ def check_against_flat(learner: Learner, rows: Sequence[Row], logp: torch.Tensor
         flat += gradient
         squares += norm(gradient) ** 2
         flat_logp.append(out.logp)
+    for _ in range(forwards - len(rows)):
+        learner.loss_and_gradient([], pack([([0], [0])], learner.device))
     for parameter, gradient in zip(parameters, kept, strict=True):
         parameter.grad = gradient
-    size = max(norm(flat), math.sqrt(squares))
-    difference = norm(shared - flat) / max(size, torch.finfo(flat.dtype).tiny)
-    limit = LARGEST_DIFFERENCE[learner.policy.model.get_base_model().dtype]
-    if not difference <= limit:
-        gap = (logp - torch.cat(flat_logp)).abs().max().item()
-        raise SharingDiffers(
-            f"learner.sharing {learner.config.sharing!r}: the gradient of the first micro-batch ({len(rows)} rows) "
-            f"differs from the one without sharing by {difference:.2g} of its norm (rounding explains {limit:g}), its "
-            f"log-probs by up to {gap:.2g} nats. Set learner.sharing: none, and report this model and config"
-        )
+
+    def compare() -> None:
+        if not rows or not shared.isfinite().all():  # reported as such by the step
+            return
+        size = max(norm(flat), math.sqrt(squares))
+        difference = norm(shared - flat) / max(size, torch.finfo(flat.dtype).tiny)
+        limit = LARGEST_DIFFERENCE[learner.policy.model.get_base_model().dtype]
+        if not difference <= limit:
+            gap = (logp - torch.cat(flat_logp)).abs().max().item()
+            raise SharingDiffers(
+                f"learner.sharing {learner.config.sharing!r}: the gradient of the first micro-batch ({len(rows)} rows) "
+                f"differs from the one without sharing by {difference:.2g} of its norm (rounding explains {limit:g}), "
+                f"its log-probs by up to {gap:.2g} nats. Set learner.sharing: none, and report this model and config"
+            )
+
+    ranks.on_each(compare)

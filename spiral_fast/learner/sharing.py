@@ -7,17 +7,24 @@ the same; only what is computed twice differs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
 from spiral_fast.learner.cost import Cost
-from spiral_fast.learner.rows import Row
+from spiral_fast.learner.rows import Row, micro_batches
 from spiral_fast.lists import Lists
 from spiral_kernels import PrefixTree
 from spiral_kernels.tree_logprobs import MIN_SHARED_RUN
+
+
+class Part(NamedTuple):
+    """A micro-batch."""
+
+    rows: list[int]  # indices into the rows that were cut
+    flops: float
 
 
 class Paths(NamedTuple):
@@ -56,12 +63,12 @@ def tree_of(paths: Paths, part: Sequence[int]) -> PrefixTree:
     return tree._replace(tokens=tree.tokens.new_tensor(paths.token_of[tree.tokens.numpy()]))
 
 
-def cut(rows: Sequence[Row], paths: Paths, token_budget: int, cost: Cost) -> list[list[int]]:
-    """Indices of the rows (at least one) in parts, depth-first, each of at most `token_budget` computed tokens; a
-    longer row is a part of its own.
+def cut(rows: Sequence[Row], paths: Paths, token_budget: int, cost: Cost, *, times: int = 1) -> list[Part]:
+    """The rows (at least one) in parts, depth-first, each of at most `token_budget` computed tokens; a longer row is a
+    part of its own.
 
     Of all cuts of that order: the one that computes the fewest tokens, then of the fewest parts, then of the most even
-    FLOPs.
+    FLOPs; after it `split` to a multiple of `times` parts.
     """
     order = sorted(range(len(rows)), key=lambda i: (paths.ids[i][-1], i))
     length, sampled = (np.array([len(x[i]) for i in order]) for x in (paths.ids, [row.tokens for row in rows]))
@@ -88,7 +95,41 @@ def cut(rows: Sequence[Row], paths: Paths, token_budget: int, cost: Cost) -> lis
     ends = [len(order)]
     while ends[-1]:
         ends.append(last[ends[-1]])
-    return [order[begin:end] for begin, end in pairwise(ends[::-1])]
+
+    def flops_of(begin, end):
+        return flops[end] - flops[begin] + of_shared[begin]
+
+    ends = split(ends[::-1], flops_of, times)
+    return [Part(order[begin:end], float(flops_of(begin, end))) for begin, end in pairwise(ends)]
+
+
+def cut_flat(rows: Sequence[Row], token_budget: int, cost: Cost, *, times: int = 1) -> list[Part]:
+    """The rows as `micro_batches` cuts them, nothing shared, then `split` to a multiple of `times` parts."""
+    parts = micro_batches(rows, token_budget)
+    order = [i for part in parts for i in part]
+    flops = _sums(np.array([cost.of_row(rows[i]) for i in order]))
+
+    def flops_of(begin, end):
+        return flops[end] - flops[begin]
+
+    ends = split(_sums(np.array([len(part) for part in parts])).tolist(), flops_of, times)
+    return [Part(order[begin:end], float(flops_of(begin, end))) for begin, end in pairwise(ends)]
+
+
+def split(ends: list[int], flops_of: Callable, times: int) -> list[int]:
+    """`ends` (0, then where each part of a list ends) with more ends between them, until the parts are a multiple of
+    `times` or single items: again and again the part of the most FLOPs is cut where its larger half is smallest.
+    flops_of(begin, end) also takes arrays. What is shared across a new end is computed on both sides of it."""
+    ends = list(ends)
+    while (len(ends) - 1) % times:
+        wide = [i for i in range(len(ends) - 1) if ends[i + 1] - ends[i] > 1]
+        if not wide:
+            break
+        at = max(wide, key=lambda i: flops_of(ends[i], ends[i + 1]))
+        inner = np.arange(ends[at] + 1, ends[at + 1])
+        larger = np.maximum(flops_of(ends[at], inner), flops_of(inner, ends[at + 1]))
+        ends.insert(at + 1, int(inner[larger.argmin()]))
+    return ends
 
 
 def _agreeing(a: np.ndarray, b: np.ndarray) -> int:

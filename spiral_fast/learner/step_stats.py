@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 
+from spiral_fast import ranks
 from spiral_fast.learner.packed import Packed
 from spiral_fast.learner.policy import TokenLoss
 from spiral_kernels import LinearPolicyLoss
@@ -42,7 +45,7 @@ class StepStats:
 
 
 class StepRecord:
-    """Collects a step's per-token numbers, cut off from the graph, and reduces them once."""
+    """Collects a rank's per-token numbers of a step, cut off from the graph, and reduces them once."""
 
     def __init__(self):
         self.tokens_computed = 0
@@ -67,22 +70,49 @@ class StepRecord:
         self.rows.append(rows)
 
     def into(self, stats: StepStats) -> None:
-        log_ratio, entropy, levels = (torch.cat(x) for x in (self.log_ratios, self.entropies, self.levels))
-        stats.loss = torch.stack(self.loss).double().sum().item()
-        stats.micro_batches = len(self.loss)
-        stats.tokens_computed, stats.flops_computed = self.tokens_computed, self.flops
-        stats.tokens_trained = log_ratio.numel()
-        gap = log_ratio.double()
-        stats.logp_gap_mean = gap.abs().mean().item()
-        stats.logp_gap_max = gap.abs().max().item()
-        stats.kl = (gap.exp() - 1 - gap).mean().item()
-        stats.ratio_max = gap.max().exp().item()
-        stats.entropy = {int(level): entropy[levels == level].double().mean().item() for level in levels.unique()}
+        """Of all ranks together: the same numbers on each."""
+        of_ranks = [sums for sums in ranks.gather(self._sums()) if sums is not None]
+        stats.loss = sum(sums["loss"] for sums in of_ranks)
+        for name in ("micro_batches", "tokens_computed", "flops_computed", "tokens_trained"):
+            setattr(stats, name, sum(sums[name] for sums in of_ranks))
+        stats.logp_gap_mean = sum(sums["gap"] for sums in of_ranks) / stats.tokens_trained
+        stats.kl = sum(sums["kl"] for sums in of_ranks) / stats.tokens_trained
+        stats.logp_gap_max = float(np.max([sums["gap_max"] for sums in of_ranks]))  # NaN where one is
+        stats.ratio_max = float(np.max([sums["ratio_max"] for sums in of_ranks]))
+        entropies = [sums["entropy"] for sums in of_ranks]
+        for level in sorted({level for entropy in entropies for level in entropy}):
+            of_level = [entropy[level] for entropy in entropies if level in entropy]
+            stats.entropy[level] = sum(total for total, _ in of_level) / sum(n for _, n in of_level)
 
     def not_finite(self) -> list[int]:
-        """Rows with a log-prob or a token's loss that is not finite, ascending."""
-        log_ratio, losses, rows = (torch.cat(x) for x in (self.log_ratios, self.losses, self.rows))
-        return rows[~(log_ratio.isfinite() & losses.isfinite())].unique().tolist()
+        """Rows with a log-prob or a token's loss that is not finite, of all ranks, ascending."""
+        found: list[int] = []
+        if self.rows:
+            log_ratio, losses, rows = (torch.cat(x) for x in (self.log_ratios, self.losses, self.rows))
+            found = rows[~(log_ratio.isfinite() & losses.isfinite())].unique().tolist()
+        return sorted(row for of_rank in ranks.gather(found) for row in of_rank)
+
+    def _sums(self) -> dict[str, Any] | None:
+        """Sums and maxima over this rank's tokens; None without any."""
+        if not self.rows:
+            return None
+        log_ratio, entropy, levels = (torch.cat(x) for x in (self.log_ratios, self.entropies, self.levels))
+        gap = log_ratio.double()
+        return {
+            "loss": torch.stack(self.loss).double().sum().item(),
+            "micro_batches": len(self.loss),
+            "tokens_computed": self.tokens_computed,
+            "flops_computed": self.flops,
+            "tokens_trained": gap.numel(),
+            "gap": gap.abs().sum().item(),
+            "gap_max": gap.abs().max().item(),
+            "kl": (gap.exp() - 1 - gap).sum().item(),
+            "ratio_max": gap.max().exp().item(),
+            "entropy": {  # level -> sum, tokens
+                int(level): (entropy[levels == level].double().sum().item(), int((levels == level).sum()))
+                for level in levels.unique()
+            },
+        }
 
 
 def norm(vector: torch.Tensor) -> float:

@@ -69,7 +69,7 @@ def _packed(rows: list[Row], sharing: str, budget: int, cost: Cost) -> list[Pack
         positions = [torch.cat([torch.arange(row.computed_tokens) for row in part]) for part in parts]
     else:
         paths = paths_of(rows, sharing)
-        indices = cut(rows, paths, budget, cost)
+        indices = [part.rows for part in cut(rows, paths, budget, cost)]
         parts = [[rows[i] for i in part] for part in indices]
         positions = [tree_of(paths, part).positions for part in indices]
     return [

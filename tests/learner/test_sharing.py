@@ -91,7 +91,7 @@ def test_no_cut_of_the_depth_first_order_is_better(mode, rows, budget):
         patch.setattr(sharing, "MIN_SHARED_RUN", 1)
         paths = paths_of(rows, mode)
     keys = prefixes(rows, mode)
-    parts = cut(rows, paths, budget, COST)
+    parts = [part.rows for part in cut(rows, paths, budget, COST)]
     order = [i for part in parts for i in part]
     assert sorted(order) == list(range(len(rows)))
     tokens, n_parts, squares = best_cut(rows, keys, order, budget)
@@ -134,10 +134,11 @@ def test_a_part_shares_what_the_whole_batch_shares():
 def test_a_cut_is_made_where_the_fewest_tokens_repeat():
     """Two problems of three rows each in room for four: not 4 + 2 but 3 + 3."""
     rows = [row([problem] * 50, [problem, i]) for problem in (1, 2) for i in range(3)]
-    assert cut(rows, paths_of(rows, "tree"), 50 + 4 * 2, COST) == [[0, 1, 2], [3, 4, 5]]
+    parts = cut(rows, paths_of(rows, "tree"), 50 + 4 * 2, COST)
+    assert [part.rows for part in parts] == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_of_equal_cuts_the_most_even_is_made():
     """Both parts compute the prompt, the second again."""
     rows = [row([1] * 50, [10 + i] * 11) for i in range(6)]
-    assert [len(part) for part in cut(rows, paths_of(rows, "tree"), 100, COST)] == [3, 3]
+    assert [len(part.rows) for part in cut(rows, paths_of(rows, "tree"), 100, COST)] == [3, 3]
