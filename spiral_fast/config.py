@@ -64,6 +64,11 @@ class ModelConfig(Section):
         description="folder of a PEFT adapter to start from; none = a fresh one; two_adapters: both start from it, or "
         "each from its own in the folder's search/ and aggregation/",
     )
+    liger: bool | Literal["auto"] = Field(
+        "auto",
+        description="Liger's fused RMSNorm, SwiGLU and rotary embedding in the model, see docs/gpu.md; auto = where CUDA "
+        "is used, liger-kernel is installed and the model is a Llama, Mistral, Qwen2 or Qwen3",
+    )
     policy: Literal["shared", "two_adapters"] = Field(
         "shared",
         description="shared: one adapter searches and aggregates; two_adapters: one searches, one aggregates (paper, "

@@ -18,6 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from spiral_fast.config import ConfigError, ModelConfig
 from spiral_fast.learner.gguf import dequantised, package_gguf
+from spiral_fast.learner.liger import use_liger
 from spiral_fast.learner.lora import fuse_lora
 from spiral_fast.learner.probe import check_packed
 from spiral_fast.learner.refusals import refuse_adapter, refuse_head
@@ -56,7 +57,7 @@ def load_model(config: ModelConfig, device: str) -> LoadedModel:
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         peft_model = with_adapter(model, config).to(device).eval()
     try:
-        check_packed(peft_model)
+        check_packed(peft_model, lambda: use_liger(model, config.liger, device))
     except UnsupportedModel as error:
         raise ConfigError(f"model.path: {config.path!r} {error}") from error
     return LoadedModel(peft_model, tokenizer, eos_token_ids(model, tokenizer), model.config.max_position_embeddings)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from peft import PeftModel
 from transformers import PreTrainedModel
 
 from spiral_fast.attention import ATTENTION
+from spiral_fast.config import ConfigError
 from spiral_fast.learner.packed import DocumentAttention, Packed, pack
 from spiral_fast.learner.policy import Policy
 from spiral_fast.supported import UnsupportedModel, key_value_shape, windows
@@ -18,9 +21,9 @@ LARGEST_GAP_16_BIT = 0.2
 
 
 @torch.no_grad()
-def check_packed(model: PeftModel) -> None:
-    """Leave the model on ATTENTION, having compared its own forward with head and packed log-probs. Raises
-    UnsupportedModel."""
+def check_packed(model: PeftModel, replace: Callable[[], object] = lambda: None) -> None:
+    """Leave the model on ATTENTION, having compared its own forward with head and packed log-probs. `replace` is called
+    in between: what it puts in place of transformers' modules is compared with these. Raises UnsupportedModel."""
     causal_lm = model.get_base_model()
     head = causal_lm.get_output_embeddings()
     n_vocabulary = head.weight.shape[0]
@@ -30,8 +33,11 @@ def check_packed(model: PeftModel) -> None:
     name = type(causal_lm).__name__
     try:
         logits, of_head = _own_logits(causal_lm, packed)
+        replace()
         causal_lm.set_attn_implementation(ATTENTION)
         logp = Policy(model)(packed, 1.0).logp.float()
+    except ConfigError:
+        raise
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UnsupportedModel(f"is a {name}, whose forward does not run on packed tokens ({reason})") from error
