@@ -6,11 +6,13 @@ engine read them as they do without FSDP, and their gradients are added up once 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -24,7 +26,8 @@ def shard(policy: Policy, device: torch.device, *, offload_base: bool = False) -
     embedding) in the root group, in place, over all ranks: those of torchrun, else this process alone.
 
     The base may still be on the CPU: each group goes to `device` when its turn comes, and its shard stays there, or on
-    the host with `offload_base` (pinned memory with CUDA), from where it is streamed for each forward and backward.
+    the host with `offload_base` (pinned memory with CUDA), from where it is streamed for each forward and backward. A
+    base on `meta` stays there: fill its shards (learner/streamed.py), then call `settle`.
     The adapter must be on already; it goes to `device` and is not sharded.
     """
     if not dist.is_initialized():
@@ -40,17 +43,43 @@ def shard(policy: Policy, device: torch.device, *, offload_base: bool = False) -
     for layer in policy.layers:
         fully_shard(layer, **options)
     fully_shard(policy, **options)
-    # FSDP takes the module of the first forward for its root, and the engine, which calls the layers, may be first
+    if not any(parameter.is_meta for parameter in policy.parameters()):
+        settle(policy, device)
+
+
+def settle(policy: Policy, device: torch.device) -> None:
+    """FSDP takes the module of the first forward for its root, and the engine, which calls the layers, may be first."""
     with torch.no_grad():
         policy(pack([([0], [0])], device), 1.0)
     policy.reshard()
 
 
 @contextmanager
+def root_unsharded(policy: Policy) -> Iterator[None]:
+    """Within, the parts of the model may be called one by one: embedding, norm and head are whole, as FSDP makes a
+    layer for its own forward."""
+    policy.unshard()
+    try:
+        yield
+    finally:
+        policy.reshard()
+
+
+@contextmanager
 def unsharded(policy: Policy) -> Iterator[None]:
     """Within: parameters are whole plain tensors, and stay so after each forward, so that ranks may run as many as they
-    like. Entering is one all-gather of the base, on all ranks together; leaving is none. No-op without FSDP."""
+    like. No-op without FSDP.
+
+    One rank: they are the storage of its shards, no copy; a base on the host is copied to the device. More ranks:
+    entering is one all-gather of the base, on all of them together, into memory that is freed again; leaving is none.
+    """
     sharded = [module for module in policy.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        module.reshard()  # the root group stays whole after a forward
+    if sharded and dist.get_world_size() == 1:
+        with _as_plain_modules(sharded), _shards_in_place(policy):
+            yield
+        return
     for module in sharded:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
@@ -60,6 +89,43 @@ def unsharded(policy: Policy) -> Iterator[None]:
         for module in sharded:
             module.reshard()
             module.set_reshard_after_forward(module is not policy, recurse=False)
+
+
+@contextmanager
+def _as_plain_modules(sharded: list[FSDPModule]) -> Iterator[None]:
+    """Within, their forwards are not FSDP's, which would gather into a second copy even what one rank has whole."""
+    before = [(module._forward_pre_hooks, module._forward_hooks) for module in sharded]
+    for module in sharded:
+        module._forward_pre_hooks, module._forward_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield
+    finally:
+        for module, (pre, post) in zip(sharded, before, strict=True):
+            module._forward_pre_hooks, module._forward_hooks = pre, post
+
+
+@contextmanager
+def _shards_in_place(policy: Policy) -> Iterator[None]:
+    """Within, each sharded parameter is the one shard there is of it, on the device that computes."""
+    held = [
+        (module._parameters, name, parameter)
+        for module in policy.modules()
+        for name, parameter in module._parameters.items()
+        if isinstance(parameter, DTensor)
+    ]
+    plain = {id(parameter): _only_shard(parameter) for *_, parameter in held}  # a tied head and its embedding are one
+    try:
+        for of_module, name, parameter in held:
+            of_module[name] = plain[id(parameter)]
+        yield
+    finally:
+        for of_module, name, parameter in held:
+            of_module[name] = parameter
+
+
+def _only_shard(parameter: DTensor) -> nn.Parameter:
+    whole = parameter.detach().to_local()
+    return nn.Parameter(whole.to(parameter.device_mesh.device_type), requires_grad=False)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

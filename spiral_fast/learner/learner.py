@@ -15,8 +15,8 @@ from spiral_fast.config import Config
 from spiral_fast.interrupts import interrupts_held
 from spiral_fast.learner import checkpoint, fsdp
 from spiral_fast.learner.cost import cost_of
-from spiral_fast.learner.model import LoadedModel
 from spiral_fast.learner.micro_batches import MicroBatches
+from spiral_fast.learner.model import LoadedModel
 from spiral_fast.learner.packed import Packed
 from spiral_fast.learner.policy import Policy, TokenLoss
 from spiral_fast.learner.refusals import refuse_windows
@@ -50,13 +50,14 @@ class Learner:
         self.max_context = loaded.max_context
         self.policy_version = 0
         self.optimiser_steps = 0  # of `step`; the warm-up counts them
-        self.policy = Policy(loaded.model, batch_invariant=config.rollout.batch_invariant)
-        self.device = loaded.model.device
+        self.policy = loaded.policy or Policy(loaded.model)
+        self.policy.batch_invariant = config.rollout.batch_invariant
+        self.device = loaded.device
         self.cost = cost_of(loaded.model)
         self._check_due = self.config.self_check and self.config.sharing != "none"
         if self.config.checkpointing:
             self.policy.checkpoint_layers(offload=self.config.offload_checkpoints)
-        if self.config.fsdp:
+        if self.config.fsdp and loaded.policy is None:
             fsdp.shard(self.policy, self.device, offload_base=self.config.offload_base)
         self.parameters = {name: p for name, p in loaded.model.named_parameters() if p.requires_grad}
         for parameter in self.parameters.values():

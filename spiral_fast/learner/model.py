@@ -5,24 +5,36 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.logging import disable_progress_bar
 
+from spiral_fast.attention import ATTENTION
 from spiral_fast.config import ConfigError, ModelConfig
+from spiral_fast.learner import fsdp
 from spiral_fast.learner.gguf import dequantised, package_gguf
 from spiral_fast.learner.liger import use_liger
 from spiral_fast.learner.lora import fuse_lora
+from spiral_fast.learner.policy import Policy
 from spiral_fast.learner.probe import check_packed
 from spiral_fast.learner.refusals import refuse_adapter, refuse_head
 from spiral_fast.learner.roles import ADAPTERS, WEIGHTS, Roles, adapter_folders
+from spiral_fast.learner.streamed import Streamed
 from spiral_fast.supported import UnsupportedModel, check_config, check_modules
 
 
@@ -32,6 +44,7 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
     eos_token_ids: frozenset[int]  # the tokenizer's and the generation config's
     max_context: int  # tokens, prompt and completion together
+    policy: Policy | None = None  # around `model`, where its base was loaded into FSDP's shards: their root
 
     @property
     def causal_lm(self) -> PreTrainedModel:
@@ -39,28 +52,58 @@ class LoadedModel:
         return self.model.get_base_model()
 
     @property
+    def device(self) -> torch.device:
+        """Where it computes. The base may lie elsewhere (learner.offload_base)."""
+        return next(parameter.device for parameter in self.model.parameters() if parameter.requires_grad)
+
+    @property
     def roles(self) -> Roles:
         """Its adapters, and which of them is applied."""
         return self.model.roles
 
 
-def load_model(config: ModelConfig, device: str) -> LoadedModel:
+def load_model(config: ModelConfig, device: str, *, shard: bool = False, offload_base: bool = False) -> LoadedModel:
     """Load `config.path` and put the adapter on it, or both. A fresh adapter draws its A matrices from torch's global
     RNG (that of search first); its B matrices are 0, so that it starts as the base model. Raises ConfigError in one
-    line naming the key."""
+    line naming the key.
+
+    shard: the base is in FSDP's shards from the start (learner/fsdp.py, and its `offload_base`), read into them tensor
+    by tensor; the weights are never whole on a rank. Weights that transformers must convert are, on each rank's host.
+    """
     if not sys.stderr.isatty():  # a bar is for the eye: in a log it is noise
         disable_progress_bar()
+    on = torch.device(device)
     with errors_in_one_line(config.path):
-        model, tokenizer = _read(source_of(config.path), getattr(torch, config.dtype))
+        source, dtype = source_of(config.path), getattr(torch, config.dtype)
+        settings = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        check_config(settings)
+        streamed = _streamed(source, settings, dtype) if shard else None
+        model = streamed.model if streamed else _read(source, settings, dtype, "cpu" if shard else device)
+        check_modules(model)
+        tokenizer = _tokenizer(source)
     model.requires_grad_(False)
     with warnings.catch_warnings():  # peft reads a name that transformers 5.24 renamed
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        peft_model = with_adapter(model, config).to(device).eval()
+        put_on = partial(with_adapter, config=config)
+        peft_model = (streamed.with_adapter(put_on) if streamed else put_on(model)).eval()
+    policy = None
+    if shard:
+        with errors_in_one_line(config.path):
+            policy = _sharded(peft_model, streamed, on, offload_base)
+    else:
+        peft_model.to(on)
     try:
-        check_packed(peft_model, lambda: use_liger(model, config.liger, device))
+        with fsdp.root_unsharded(policy) if policy else nullcontext():
+            check_packed(peft_model, lambda: use_liger(model, config.liger, on))
     except UnsupportedModel as error:
         raise ConfigError(f"model.path: {config.path!r} {error}") from error
-    return LoadedModel(peft_model, tokenizer, eos_token_ids(model, tokenizer), model.config.max_position_embeddings)
+    return LoadedModel(
+        peft_model,
+        tokenizer,
+        eos_token_ids(model, tokenizer),
+        model.config.max_position_embeddings,
+        policy,
+    )
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -84,14 +127,14 @@ def errors_in_one_line(path: str) -> Iterator[None]:
         raise ConfigError(f"model.path: {path!r} cannot be loaded{hint} ({_one_line(error)})") from error
 
 
-def _read(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer of a folder or hub id. Raises UnsupportedModel, and whatever the files make others raise."""
-    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    check_config(config)
+def _read(source: str, config: PretrainedConfig, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """By transformers: straight onto the device, and without a second copy on the host. Raises UnsupportedModel, and
+    whatever the files make others raise."""
     model, info = AutoModelForCausalLM.from_pretrained(
         source,
         config=config,
         dtype=dtype,
+        device_map=None if torch.device(device).type == "cpu" else device,
         use_safetensors=True,
         trust_remote_code=False,
         ignore_mismatched_sizes=True,  # to name them
@@ -103,11 +146,37 @@ def _read(source: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedT
         raise UnsupportedModel(f"has a weight {name!r} of shape {tuple(found)}; by its config it is {tuple(expected)}")
     if unused := sorted(name for name in info["unexpected_keys"] if ".layers." in name and name.endswith(".weight")):
         raise UnsupportedModel(f"has a weight {unused[0]!r} that its config has no place for ({len(unused)} in all)")
-    check_modules(model)
+    return model
+
+
+def _streamed(source: str, config: PretrainedConfig, dtype: torch.dtype) -> Streamed | None:
+    """None: the files need transformers itself, which converts them, or says what is wrong with them."""
+    streamed = Streamed(source, config, dtype)
+    if streamed.fits():
+        return streamed
+    warnings.warn(
+        f"model.path: {source!r}: its tensors are not the model's parameters by name, shape and type: every rank reads "
+        "the whole model into host memory before it keeps its shard",
+        stacklevel=3,
+    )
+    return None
+
+
+def _sharded(model: PeftModel, streamed: Streamed | None, device: torch.device, offload_base: bool) -> Policy:
+    model.get_base_model().set_attn_implementation(ATTENTION)
+    policy = Policy(model)
+    fsdp.shard(policy, device, offload_base=offload_base)
+    if streamed:
+        streamed.fill(torch.device("cpu") if offload_base else device)
+        fsdp.settle(policy, device)
+    return policy
+
+
+def _tokenizer(source: str) -> PreTrainedTokenizerBase:
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise UnsupportedModel("has no tokenizer: no token stands for text")
-    return model, tokenizer
+    return tokenizer
 
 
 def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
