@@ -25,8 +25,8 @@ class SetUp:
 
 def set_up(config: Config) -> SetUp:
     """Problems, model with a seeded adapter, prompts; refuses what could not fit. Raises ConfigError."""
-    device = _device(config)
-    _check_backends(config, device)
+    device = device_of(config)
+    backends(config, device)
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)  # of the fresh adapter
@@ -38,17 +38,23 @@ def set_up(config: Config) -> SetUp:
     return SetUp(problems, loaded, prompts, worst)
 
 
-def _check_backends(config: Config, device: str) -> None:
-    """Refuse a backend that the environment forces and that cannot serve this run."""
+def backends(config: Config, device: str) -> dict[str, str]:
+    """The backend of each operation of a run on `device` (docs/kernels.md). Raises ConfigError where the environment
+    forces one that cannot serve."""
+    dtype = getattr(torch, config.model.dtype)
+    used = {"linear_logprob": (device, dtype), "linear_policy_loss": (device, dtype)}
+    if config.learner.sharing != "none":
+        used["tree_attention"] = device, dtype
+    if ALGORITHMS[config.credit.algorithm].draws_sets:
+        used["set_advantages"] = "cpu", torch.float64
     try:
-        choose_backend("linear_logprob", torch.device(device), getattr(torch, config.model.dtype))
-        if ALGORITHMS[config.credit.algorithm].draws_sets:
-            choose_backend("set_advantages", torch.device("cpu"), torch.float64)
+        return {name: choose_backend(name, torch.device(on), of) for name, (on, of) in used.items()}
     except BackendError as error:
         raise ConfigError(f"{ENVIRONMENT_VARIABLE}: {error}") from None
 
 
-def _device(config: Config) -> str:
+def device_of(config: Config) -> str:
+    """cpu or cuda. Raises ConfigError."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: 'cuda' cannot be used: torch finds no CUDA device; set device: cpu")
     if config.device == "auto":

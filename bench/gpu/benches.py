@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from spiral_kernels import (
     PrefixTree,
     TreePlan,
+    available_backends,
     force_backend,
     linear_logprob,
     linear_policy_loss,
@@ -196,7 +197,10 @@ def attention(table: Table) -> None:
         moved = (x.movedim(0, 1)[None] for x in (q, k, v))
         return F.scaled_dot_product_attention(*moved, attn_mask=mask, enable_gqa=True)[0].movedim(0, 1)
 
-    for backend in ("triton", "cascade", "torch"):
+    serving = [name for name, why_not in available_backends("tree_attention", "cuda", BF16).items() if why_not is None]
+    for backend in serving:
+        if backend == "reference":  # a matrix of all pairs and heads
+            continue
         forward = forced(backend, "tree_attention", lambda: tree_attention(q, k, v, plan))
         table.add("tree attention: forward", backend, torch.no_grad()(forward), **shape)
         table.add("tree attention: forward and backward", backend, both(forward, (q, k, v), d_out), **shape)

@@ -95,6 +95,18 @@ def native_unavailable() -> str | None:
     return None
 
 
+@functools.cache
+def flash_attn_unusable() -> str | None:
+    """Why the package flash-attn cannot serve; None if it can. Its functions are those of 2.7 and later 2.x."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return "flash-attn is not installed"
+    try:
+        from flash_attn.flash_attn_interface import _flash_attn_varlen_backward, _flash_attn_varlen_forward  # noqa: F401
+    except (ImportError, OSError) as error:  # built for another torch, or without these functions
+        return f"flash-attn does not load: {' '.join(str(error).split())[:200]}"
+    return None
+
+
 def triton_unavailable(device: torch.device) -> str | None:
     """Why Triton kernels cannot run on this device; None if they can: on CUDA, or interpreted on a CPU."""
     if importlib.util.find_spec("triton") is None:

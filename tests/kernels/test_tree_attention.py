@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import importlib.util
+import sys
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +21,8 @@ from spiral_kernels import (
     force_backend,
     tree_attention,
 )
-from spiral_kernels.tree_attention import cascade, levels, reference
+from spiral_kernels.dispatch import flash_attn_unusable
+from spiral_kernels.tree_attention import cascade, cascade_flash_attn, flash_cpu, levels, reference
 
 BACKENDS = available_backends("tree_attention")
 HEADS = ((4, 2), (3, 3), (6, 1))
@@ -205,7 +208,7 @@ def test_a_perturbed_sibling_leaves_the_others_bit_equal(backend, dtype):
 def test_what_is_not_finite_stays_with_the_rows_that_see_it(backend, where, dtype):
     """inf, -inf and nan (of any bits) in a row: no other trace's result or gradient changes."""
     need_dtype(backend, dtype)
-    if backend == "cascade":
+    if backend.startswith("cascade"):
         pytest.skip("a hidden key counts 0 times its value there")
     nodes = tree_of([-1, 0, 0, 2, 2, 0, -1], [40, 30, 17, 64, 3, 65, 20])
     mask = sees(nodes)
@@ -230,7 +233,7 @@ def test_what_is_not_finite_stays_with_the_rows_that_see_it(backend, where, dtyp
 @pytest.mark.parametrize("rows", [3, 16, 40])
 def test_a_score_of_minus_infinity_is_a_weight_of_zero(backend, rows):
     """Strips and tiles that are not full must not add anything for the queries that they lack."""
-    if backend == "cascade":
+    if backend.startswith("cascade"):
         pytest.skip("torch's flash attention gives nan there")
     nodes, key = tree_of([-1], [rows]), 1
     qkv, d_out = inputs(rows, (4, 2), 16, torch.float32)
@@ -362,8 +365,6 @@ def test_the_cascades_calls_fit_torchs_cuda_operators():
     """Their shapes and argument order, by torch's own description of the operators: nothing is computed."""
     from spiral_kernels.tree_attention import flash_cuda
 
-    if flash_cuda._flash_attn_varlen_forward is not None:
-        pytest.skip("flash-attn is installed and would serve")
     nodes = tree_of(*TREES["two levels"])
     plan = TreePlan.of(nodes)._replace(levels=levels.levels_of(*nodes, "meta"))
     (q, k, v), d_out = inputs(int(nodes[1][-1]), dtype=torch.bfloat16)
@@ -372,6 +373,66 @@ def test_the_cascades_calls_fit_torchs_cuda_operators():
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:2], torch.float32)
     gradients = cascade.backward(d_out, q, k, v, q, lse, plan, 0.25, flash_cuda)
     assert [x.shape for x in gradients] == [x.shape for x in (q, k, v)]
+
+
+def flash_attn_of_2_8(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal
+):
+    """flash-attn's signature and the layout of its log-sum-exp, without a GPU."""
+    assert max_seqlen_q == cu_seqlens_q.diff().max() and max_seqlen_k == cu_seqlens_k.diff().max() and dropout_p == 0
+    runs = SimpleNamespace(cu_rows=cu_seqlens_q, cu_keys=cu_seqlens_k, causal=causal)
+    out, lse = flash_cpu.forward(q, k, v, runs, softmax_scale)
+    return out, lse.T.contiguous(), None, None
+
+
+def flash_attn_backward_of_2_8(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p,
+    softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None,
+):  # fmt: skip
+    assert (window_size_left, window_size_right, softcap, alibi_slopes, dropout_p) == (-1, -1, 0.0, None, 0.0)
+    assert deterministic is True and softmax_lse.is_contiguous() and softmax_lse.shape == (q.shape[1], q.shape[0])
+    runs = SimpleNamespace(cu_rows=cu_seqlens_q, cu_keys=cu_seqlens_k, causal=causal)
+    for mine, its in zip(
+        (dq, dk, dv), flash_cpu.backward(dout, q, k, v, out, softmax_lse.T, runs, softmax_scale), strict=True
+    ):
+        mine.copy_(its)
+
+
+def test_the_cascades_calls_of_flash_attn(monkeypatch):
+    interface = ModuleType("flash_attn.flash_attn_interface")
+    interface._flash_attn_varlen_forward = flash_attn_of_2_8
+    interface._flash_attn_varlen_backward = flash_attn_backward_of_2_8
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, interface.__name__, interface)
+    for name in TREES:
+        nodes = tree_of(*TREES[name])
+        plan = TreePlan.of(nodes)._replace(levels=levels.levels_of(*nodes, "cpu"))
+        (q, k, v), d_out = inputs(int(nodes[1][-1]))
+        q, k, v = (x.detach() for x in (q, k, v))
+        out, lse = cascade_flash_attn.forward(q, k, v, plan, 0.25)
+        gradients = cascade_flash_attn.backward(d_out, q, k, v, out, lse, plan, 0.25)
+        for mine, true in zip((out, *gradients), truth((q, k, v), d_out, sees(nodes), 0.25), strict=True):
+            torch.testing.assert_close(mine, true, rtol=1e-10, atol=1e-11)
+
+
+def test_flash_attn_serves_where_it_loads(monkeypatch):
+    def on_cuda(name, dtype=torch.bfloat16):
+        flash_attn_unusable.cache_clear()
+        return available_backends("tree_attention", "cuda", dtype)[name]
+
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert on_cuda("cascade_flash_attn") == "flash-attn is not installed" and on_cuda("cascade") is None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert "flash-attn does not load" in on_cuda("cascade_flash_attn")
+    interface = ModuleType("flash_attn.flash_attn_interface")
+    interface._flash_attn_varlen_forward = interface._flash_attn_varlen_backward = lambda: None
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, interface.__name__, interface)
+    assert on_cuda("cascade_flash_attn") is None
+    assert "bfloat16, not torch.float32" in on_cuda("cascade_flash_attn", torch.float32)
+    assert "CUDA only" in available_backends("tree_attention")["cascade_flash_attn"]
+    flash_attn_unusable.cache_clear()
 
 
 def test_levels_cover_each_visible_pair_once():

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from spiral_kernels.dispatch import BackendError, choose_backend, register_backends
+from spiral_kernels.dispatch import BackendError, choose_backend, flash_attn_unusable, register_backends
 from spiral_kernels.linear_logprob import native_why_not, triton_why_not
 from spiral_kernels.prefix_tree import PrefixTree
-from spiral_kernels.tree_attention.plan import DTYPES, TreePlan
+from spiral_kernels.tree_attention.plan import CASCADES, DTYPES, TreePlan
 from spiral_kernels.tree_attention.reference import accumulation_dtype
 
 __all__ = ["TreePlan", "tree_attention"]
@@ -25,6 +25,7 @@ BACKENDS = {
     "native": "spiral_kernels.tree_attention.native",
     "triton": "spiral_kernels.tree_attention.triton_kernels",
     "torch": "spiral_kernels.tree_attention.query_blocks",
+    "cascade_flash_attn": "spiral_kernels.tree_attention.cascade_flash_attn",
     "cascade": "spiral_kernels.tree_attention.cascade",
     "reference": "spiral_kernels.tree_attention.reference",
 }
@@ -47,8 +48,8 @@ def tree_attention(
     float32 (float64 for float64). Deterministic. The gradient has no gradient of its own.
 
     A row does not depend on rows that it does not see, whatever they hold: inf and nan of one trace stay with the rows
-    that see them (and cost time: 16 times and more). Not so with the backends triton and cascade, where a hidden key
-    counts 0 times its value.
+    that see them (and cost time: 16 times and more). Not so with the backends triton and both cascades, where a hidden
+    key counts 0 times its value.
 
     The Triton kernels are made for D up to 128: up to 256 they work, but keep registers in memory.
 
@@ -67,7 +68,7 @@ def tree_attention(
             f"tree_attention: backend 'triton' serves D up to {TRITON_MAX_D}, got D = {q.shape[-1]}; "
             "force_backend('reference', 'tree_attention') serves any"
         )
-    if len(q) and ((backend == "triton" and not plan.tiles) or (backend == "cascade" and not plan.levels.tensors)):
+    if len(q) and ((backend == "triton" and not plan.tiles) or (backend in CASCADES and not plan.levels.tensors)):
         raise ValueError(f"tree_attention: the plan was made when backend {backend!r} would not serve; make it again")
     out, _ = torch.ops.spiral_kernels.tree_attention(q, k, v, plan.tensors, scale, backend)
     return out
@@ -174,6 +175,12 @@ def _torch_why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     return None if device.type == "cpu" else f"it runs on CPU only, the tensors are on {device}"
 
 
+def _flash_attn_why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cuda":
+        return f"it runs on CUDA only, the tensors are on {device}"
+    return _cascade_why_not(device, dtype) or flash_attn_unusable()
+
+
 def _cascade_why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type == "cpu":
         return None
@@ -188,6 +195,7 @@ register_backends(
         "native": native_why_not,
         "triton": triton_why_not,
         "torch": _torch_why_not,
+        "cascade_flash_attn": _flash_attn_why_not,
         "cascade": _cascade_why_not,
         "reference": lambda device, dtype: None,
     },

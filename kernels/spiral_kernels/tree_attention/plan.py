@@ -13,6 +13,7 @@ from spiral_kernels.prefix_tree import PrefixTree
 from spiral_kernels.tree_attention.levels import NO_LEVELS, Levels, levels_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+CASCADES = {"cascade", "cascade_flash_attn"}  # backends that read `levels`
 NODE_ARRAYS = ("start", "end", "parent", "subtree_end")
 
 
@@ -28,7 +29,7 @@ class TreePlan(NamedTuple):
     subtree_end: Tensor
     visible_until: Tensor  # (T,) int32 on the plan's device: subtree_end of the row's node
     tiles: tuple[Tensor, ...]  # on the plan's device: triton_tiles.plan_tiles(*nodes); else ()
-    levels: Levels  # for the cascade; else none
+    levels: Levels  # for the cascades; else none
 
     @classmethod
     def of(cls, tree: PrefixTree | TreePlan | Sequence, device: str | torch.device = "cpu") -> TreePlan:
@@ -49,7 +50,7 @@ class TreePlan(NamedTuple):
             from spiral_kernels.tree_attention.triton_tiles import plan_tiles
 
             tiles = tuple(tensor.to(device) for tensor in plan_tiles(*nodes))
-        levels = levels_of(*nodes, device) if "cascade" in backends else NO_LEVELS
+        levels = levels_of(*nodes, device) if backends & CASCADES else NO_LEVELS
         return cls(*nodes, visible_until, tiles, levels)
 
     @classmethod
