@@ -23,15 +23,19 @@ class SetUp:
     worst: WorstCase  # longest sequences that can come up, tokens
 
 
-def set_up(config: Config) -> SetUp:
-    """Problems, model with a seeded adapter, prompts; refuses what could not fit. Raises ConfigError."""
+def set_up(config: Config, *, shard: bool = False) -> SetUp:
+    """Problems, model with a seeded adapter, prompts; refuses what could not fit. Raises ConfigError.
+
+    shard: where learner.fsdp asks for it, the model is loaded into FSDP's shards, never whole: for a run that trains.
+    """
     device = device_of(config)
     backends(config, device)
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)  # of the fresh adapter
     problems = load_problems(config, lambda: make_prompts(config, load_tokenizer(config.model.path)))
-    loaded = load_model(config.model, device)
+    learner = config.learner
+    loaded = load_model(config.model, device, shard=shard and learner.fsdp, offload_base=learner.offload_base)
     prompts = make_prompts(config, loaded.tokenizer)
     both = [*problems.train, *problems.eval]
     worst = check_fits(config, prompts, both, loaded.max_context, cuda=device == "cuda")

@@ -38,7 +38,7 @@ def train(config: Config, *, resume: bool = False) -> Path:
     At Ctrl-C and SIGTERM it saves, then lets KeyboardInterrupt pass. Raises FloatingPointError after
     `learner.max_skipped_steps` steps in a row whose numbers were not finite.
     """
-    parts = set_up(config)
+    parts = set_up(config, shard=True)
     prompts, problems = parts.prompts, parts.problems
     learner = Learner(config, parts.loaded)
     engine = make_engine(config, parts.loaded, run := Path(config.run_dir), lambda text: record.console.line(text))

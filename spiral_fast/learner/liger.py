@@ -26,11 +26,8 @@ ARCHITECTURES = ("Llama", "Mistral", "Qwen2", "Qwen3")
 
 def use_liger(model: PreTrainedModel, wanted: bool | Literal["auto"], device: torch.device | str) -> bool:
     """Whether `model` has Liger's kernels from now on. Raises ConfigError where they are wanted and cannot be."""
-    reason = (
-        why_not(type(model).__name__, getattr(model.config, "hidden_act", ""), torch.device(device))
-        if wanted
-        else "not wanted"
-    )
+    activation = getattr(model.config, "hidden_act", "")
+    reason = why_not(type(model).__name__, activation, torch.device(device)) if wanted else "not wanted"
     if reason is None:
         replace(model)
     elif wanted is True:
