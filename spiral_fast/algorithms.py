@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from math import comb, perm
 from typing import TYPE_CHECKING, Any, Literal
 
+from spiral_fast.level_refusals import level_refusals
+
 if TYPE_CHECKING:
     from spiral_fast.config import Config
 
@@ -42,7 +44,9 @@ def shape_refusals(config: Config) -> Iterator[Refusal]:
 
     if algorithm.search and n1 < 2:
         yield "rollout.n_search", n1, "with a single search trace every search credit is zero; use at least 2"
-    if algorithm.draws_sets:
+    if rollout.levels:
+        yield from level_refusals(config)
+    elif algorithm.draws_sets:
         yield from _set_refusals(config, algorithm)
     else:
         for key in ("n_sets", "set_size"):

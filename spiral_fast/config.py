@@ -178,6 +178,19 @@ class SglangConfig(Section):
     )
 
 
+class LevelConfig(Section):
+    """One level above search; level 1 quotes search traces, each level above it those of the level below."""
+
+    n_sets: PositiveInt = Field(
+        description="K: sets per problem, of each size. One entry per level above search, lowest first, in place of "
+        "the two-level keys, see docs/levels.md"
+    )
+    set_size: PositiveInt | Counts = Field(description="n: traces in a set; a list = so many sets of each size")
+    n_aggregations: PositiveInt = Field(description="traces per set")
+    max_new_tokens: PositiveInt = Field(4096, description="L_max of a trace of this level, tokens")
+    target_length: PositiveInt | None = Field(None, description="L_target of a trace of this level; none = off")
+
+
 class RolloutConfig(Section):
     engine: Literal["auto", "radix", "sglang"] = Field(
         "auto",
@@ -193,6 +206,9 @@ class RolloutConfig(Section):
     n_sets: NonNegativeInt = Field(4, description="K: sets per problem")
     set_size: NonNegativeInt = Field(4, description="n: search traces in a set")
     n_aggregations: NonNegativeInt = Field(4, description="N2: aggregation traces per set")
+    levels: list[LevelConfig] = Field(
+        [], description="levels above search, lowest first, in place of the keys above; [] = the paper's one"
+    )
     set_sampler: Literal["uniform", "ordered", "balanced"] = Field(
         "uniform",
         description="uniform: the paper's; ordered: Prop. 3.1; balanced: every trace in exactly K n / N1 sets",

@@ -1,7 +1,7 @@
 """The levels above search, and how much of the gradient each level's credits hold. Imports no torch; docs/levels.md.
 
-Level l draws sets from its population, the traces of level l - 1 (flat index: set * n_aggregations + index), and samples
-n_aggregations traces below each set. The paper has one such level; here there are L of them, the last is the top.
+Level l draws sets from its population, the traces of level l - 1 (flat index: set * n_aggregations + index), and
+samples n_aggregations traces below each set. The paper has one such level; here there are L, the last is the top.
 """
 
 from __future__ import annotations
@@ -72,6 +72,11 @@ def max_new_tokens(config: Config, level: int) -> int:
         return config.rollout.search_max_new_tokens
     levels = levels_of(config)
     return levels[min(level, len(levels)) - 1].max_new_tokens if levels else config.rollout.aggregation_max_new_tokens
+
+
+def largest_set(config: Config) -> int:
+    """Most traces that a rollout's prompt quotes; 0 where nothing is aggregated."""
+    return max((max(level.set_sizes) for level in levels_of(config) if level.n_aggregations), default=0)
 
 
 def populations(n_search: int, levels: list[Level]) -> list[int]:

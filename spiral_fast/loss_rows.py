@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from spiral_fast.config import Config
-from spiral_fast.credit import search_weight
+from spiral_fast.credit import level_weights
 from spiral_fast.learner.learner import Row, StepStats
-from spiral_fast.trace import AGGREGATION, SEARCH, ProblemRollout
+from spiral_fast.trace import ProblemRollout
 
 
 def loss_rows(live: list[ProblemRollout], config: Config) -> list[Row]:
     """One row per trace; weights make the loss (1/|B|) sum over the live problems, their traces and tokens."""
     weight = 1.0 / max(1, len(live))
-    weights = {SEARCH: weight * search_weight(config), AGGREGATION: weight}
+    weights = [weight * factor for factor in level_weights(config)]
     return [
         Row(trace.prompt, trace.tokens, trace.logp, trace.credit, weights[trace.key.level], trace.key.level)
         for rollout in live

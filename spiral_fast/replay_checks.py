@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,6 +10,7 @@ import pyarrow.compute as pc
 
 from spiral_fast.config import Config, ConfigError
 from spiral_fast.learner.model import LoadedModel
+from spiral_fast.levels import levels_of
 from spiral_fast.record.files import by_step
 from spiral_fast.record.trace_store import read_file
 from spiral_fast.trace import ProblemRollout
@@ -64,12 +66,19 @@ def _first(flags: pa.ChunkedArray) -> int:
 
 
 def check_shape(rollout: ProblemRollout, config: Config, file: Path) -> None:
-    settings = config.rollout
-    found = [len(rollout.search), *rollout.sets.shape, *{len(group) for group in rollout.aggregation}]
-    expected = [settings.n_search, settings.n_sets, settings.set_size]
-    expected += [settings.n_aggregations] if settings.n_sets else []
+    levels = levels_of(config)
+    found, expected = [len(rollout.search)], [config.rollout.n_search]
+    for stage in rollout.levels:
+        found += [len(stage.sets), *_distinct(map(len, stage.members())), *_distinct(map(len, stage.groups))]
+    for level in levels:
+        expected += [level.all_sets, *level.set_sizes, level.n_aggregations]
+    expected += [] if levels else [0]  # sets
     if found != expected:
         raise ConfigError(
-            f"{file}: problem {rollout.problem.id!r} has {found} (search traces, sets, members, aggregations per set); "
-            f"rollout in the config asks for {expected}"
+            f"{file}: problem {rollout.problem.id!r} has {found} (search traces; of each level sets, members, "
+            f"aggregations per set); rollout in the config asks for {expected}"
         )
+
+
+def _distinct(sizes: Iterable[int]) -> list[int]:
+    return list(dict.fromkeys(sizes))

@@ -12,10 +12,12 @@ from spiral_fast.credit.diversity import load_diversity, set_diversities
 from spiral_fast.credit.gate import gate
 from spiral_fast.credit.grpo import grpo_credits
 from spiral_fast.credit.independent import independent_credits
+from spiral_fast.credit.levels import level_credits
 from spiral_fast.credit.poly_epo import poly_epo_credits
 from spiral_fast.credit.search_only import search_only_credits
 from spiral_fast.credit.sets import multiplicity
 from spiral_fast.credit.spiral import spiral_credits
+from spiral_fast.levels import levels_of, multipliers
 from spiral_fast.trace import ProblemRollout, Trace
 
 
@@ -26,6 +28,8 @@ def credit_of(config: Config) -> Callable[[ProblemRollout], None]:
     """
     credit = config.credit
     diversity = load_diversity(credit.diversity)
+    if config.rollout.levels:
+        return _credit_of_levels(config)
 
     def credits(rollout: ProblemRollout) -> tuple[np.ndarray, np.ndarray]:
         """Search (N1,) and aggregation (K, N2), before the gate. Rewards are read where the algorithm needs them."""
@@ -53,6 +57,31 @@ def credit_of(config: Config) -> Callable[[ProblemRollout], None]:
             _assign(group, values, credit.aggregation_target_length)
 
     return fill
+
+
+def _credit_of_levels(config: Config) -> Callable[[ProblemRollout], None]:
+    levels, search_target = levels_of(config), config.credit.search_target_length
+
+    def fill(rollout: ProblemRollout) -> None:
+        rewards = np.array([_rewards(group) for group in rollout.levels[-1].groups])
+        sets = [level.members() for level in rollout.levels]
+        search, *above = level_credits(rewards, sets, len(rollout.search), levels)
+        _assign(rollout.search, search, search_target)
+        for level, stage, credits in zip(levels, rollout.levels, above, strict=True):
+            _assign(stage.population(), credits, level.target_length)
+
+    return fill
+
+
+def level_weights(config: Config) -> list[float]:
+    """Factor on the loss rows of each level, search first; the top's is 1, `search_weight` acts on all below it."""
+    levels, weight = levels_of(config), config.credit.search_weight
+    if not config.rollout.levels:
+        return [search_weight(config), 1.0]
+    if weight != "unbiased":
+        return [*[float(weight)] * len(levels), 1.0]
+    m = multipliers(config.rollout.n_search, levels)
+    return [float(m[-1] / one) for one in m]
 
 
 def search_weight(config: Config) -> float:

@@ -9,8 +9,8 @@ level l < L  A(y) = mean over set sizes s of (M_l / M_s(A_y)) * (mean f of the s
 
 A set descends from the traces it quotes, and from what those descend from; A_y traces of level L - 1 descend from y
 (itself, when it is one of them). M_s(A) is `levels.descendants_share`, M_l its least value, `levels.multipliers`.
-E[sum over y of A(y) grad log pi(y)] = M_l grad_l J for each level l, exactly. One level above search, one size: SPIRAL's
-equations 8 and 9 of arXiv 2606.23595.
+E[sum over y of A(y) grad log pi(y)] = M_l grad_l J for each level l, exactly. One level above search and one size are
+SPIRAL's equations 8 and 9 (arXiv 2606.23595).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ TOLERANCE = 1e-9  # of max|r|: below it a credit of rewards that are not integer
 def level_credits(
     rewards: np.ndarray, sets: Sequence[Sequence[Sequence[int]]], n_search: int, levels: Sequence[Level]
 ) -> list[np.ndarray]:
-    """rewards (K, n) float64 of the top's traces by set; sets[l - 1][k] the members of set k of level l, flat indices of
-    traces of level l - 1.
+    """rewards (K, n_aggregations) float64 of the top's traces; sets[l - 1][k] the members of set k of level l, flat
+    indices of traces of level l - 1.
 
     Credits before the gate, one flat float64 array per level, search first. Integer rewards are computed with as
     fractions: a credit that is zero in exact arithmetic is 0.0. Other rewards: zero within 1e-9 max|r|.

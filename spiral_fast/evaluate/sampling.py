@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from spiral_fast.config import Config
 from spiral_fast.evaluate.rsa import rsa_sets
 from spiral_fast.evaluate.stage import SEED_STEP, Asked, Sample, run_stage
+from spiral_fast.levels import max_new_tokens
 from spiral_fast.prompts import Prompts
 from spiral_fast.rewards import Grader
 from spiral_fast.rollout.engine import Engine
@@ -77,7 +78,7 @@ class Sampler:
             for s, members in enumerate(rsa_sets(size, set_size, config.seed, problem.id, step, SEED_STEP - shape)):
                 prompt = self.prompts.aggregation(problem, [population[i].tokens for i in members])
                 key = TraceKey(problem.id, step, s, 0)
-                limit = config.rollout.aggregation_max_new_tokens
+                limit = max_new_tokens(config, step)
                 asked.append(Asked(problem, key, prompt, limit, SEED_STEP - shape, tuple(members.tolist())))
         return self._run(asked, size)
 

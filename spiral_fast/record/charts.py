@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import fsum, isnan
@@ -94,10 +95,18 @@ def charts(run: RunFolder) -> Iterator[tuple[str, str]]:
     """(title, SVG) of every chart of which the run measured something."""
     steps = [row["step"] for row in run.metrics]
     for chart in CHARTS:
-        measured = {label: run.series(key) for key, label in chart.series.items()}
+        series = chart.series | _higher_levels(chart, run)
+        measured = {label: run.series(key) for key, label in series.items()}
         measured = {label: values for label, values in measured.items() if not all(map(isnan, values))}
         if measured:
             yield chart.title, svg(_figure(chart, steps, measured))
+
+
+def _higher_levels(chart: Chart, run: RunFolder) -> dict[str, str]:
+    """Of `rollout.levels`: what the levels above aggregation measured."""
+    keys = sorted({key for row in run.metrics for key in row})
+    found = [(key, re.fullmatch(r"(.*aggregation)_(\d+)", key)) for key in keys]
+    return {key: f"{chart.series[m[1]]} {m[2]}" for key, m in found if m and m[1] in chart.series}
 
 
 def svg(figure: Figure) -> str:

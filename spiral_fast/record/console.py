@@ -75,7 +75,8 @@ def step_line(step: int, steps: int, metrics: dict[str, Any]) -> str:
     """The step's most telling numbers; what was not measured is left out."""
     width = len(str(steps))
     parts = [f"step {step:{width}d}/{steps}"]
-    rewards = [(name, metrics.get(f"reward/{name}")) for name in ("search", "aggregation")]
+    names = ["search", *(key.partition("/")[2] for key in metrics if key.startswith("reward/aggregation"))]
+    rewards = [(name, metrics.get(f"reward/{name}")) for name in names]
     parts += [f"{name} {reward:.3f}" for name, reward in rewards if reward is not None]
     if "problems/live" in metrics:
         parts.append(f"live {metrics['problems/live']} dead {metrics['problems/dead']}")

@@ -11,11 +11,10 @@ from dataclasses import asdict
 import numpy as np
 import torch
 
+from spiral_fast.levels import level_name
 from spiral_fast.rollout.engine import TokenCounts
 from spiral_fast.rollout.live_batch import LiveBatch
-from spiral_fast.trace import AGGREGATION, SEARCH, ProblemRollout, Trace
-
-LEVEL = {SEARCH: "search", AGGREGATION: "aggregation"}
+from spiral_fast.trace import ProblemRollout, Trace
 
 
 def rollout_metrics(batch: LiveBatch, counts: TokenCounts | None) -> dict[str, float]:
@@ -32,11 +31,11 @@ def rollout_metrics(batch: LiveBatch, counts: TokenCounts | None) -> dict[str, f
     }
     if counts is not None:
         metrics |= {f"tokens/{name}": value for name, value in asdict(counts).items()}
-    for level, name in LEVEL.items():
+    for level in sorted({trace.key.level for rollout in drawn for trace in rollout.traces()}):
+        name = level_name(level)
         problems = [[trace for trace in rollout.traces() if trace.key.level == level] for rollout in drawn]
         problems = [traces for traces in problems if traces]
-        if problems:
-            metrics |= {f"{key}_{name}" if "/" in key else f"{key}/{name}": v for key, v in _level(problems).items()}
+        metrics |= {f"{key}_{name}" if "/" in key else f"{key}/{name}": v for key, v in _level(problems).items()}
     graded = [trace for rollout in drawn for trace in rollout.traces() if trace.verdict]
     metrics["reward/could_not_grade"] = _share(trace.verdict == "could_not_grade" for trace in graded)
     return metrics | _appearances(drawn)
@@ -68,7 +67,7 @@ def learner_metrics(stats) -> dict[str, float]:
     }
     if stats.gradient_cosine is not None:
         metrics["grad/cosine"] = stats.gradient_cosine
-    return metrics | {f"entropy/{LEVEL[level]}": value for level, value in stats.entropy.items()}
+    return metrics | {f"entropy/{level_name(level)}": value for level, value in stats.entropy.items()}
 
 
 def speed_metrics(stats, seconds: float | None, peak: float | None) -> dict[str, float]:
@@ -121,7 +120,9 @@ def _appearances(drawn: list[ProblemRollout]) -> dict[str, float]:
     with_sets = [rollout for rollout in drawn if len(rollout.sets)]
     if not with_sets:
         return {}
-    counts = np.concatenate([np.bincount(r.sets.reshape(-1), minlength=len(r.search)) for r in with_sets])
+    members = [rollout.sets[rollout.sets >= 0] for rollout in with_sets]
+    counts = [np.bincount(one, minlength=len(r.search)) for one, r in zip(members, with_sets, strict=True)]
+    counts = np.concatenate(counts)
     return {
         "sets/appearances_mean": float(counts.mean()),
         "sets/appearances_min": int(counts.min()),

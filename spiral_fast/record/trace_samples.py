@@ -33,7 +33,7 @@ class Samples:
 
 
 def sample_traces(run_dir: Path) -> Samples | None:
-    """The first set of that problem: its members, then its aggregations (without sets: the first traces).
+    """The first set of that problem's top level: its members, then its aggregations (without sets: the first traces).
 
     Raises ConfigError for a file that cannot be read.
     """
@@ -46,10 +46,11 @@ def sample_traces(run_dir: Path) -> Samples | None:
     live = [row["draw"] for row in rows if row["credit"] != 0]
     draw = min(live, default=rows[0]["draw"])
     rows = [row for row in rows if row["draw"] == draw]
-    aggregations = [row for row in rows if row["set"] == 0]
+    top = max(row["level"] for row in rows)
+    aggregations = [row for row in rows if row["set"] == 0 and row["level"] == top]
     members = aggregations[0]["members"] if aggregations else range(4)
-    search = {row["index"]: row for row in rows if row["level"] == 0}
-    shown = [search[i] for i in members if i in search] + aggregations[:4]
+    below = [row for row in rows if row["level"] == max(0, top - 1)]
+    shown = [below[i] for i in members if i < len(below)] + aggregations[:4]
     return Samples(step, rows[0]["problem"], rows[0]["question"], rows[0]["answer"], [_sample(row) for row in shown])
 
 
@@ -58,6 +59,8 @@ def _sample(row: dict) -> SampleTrace:
         name = f"search trace {row['index']}"
     else:
         quoted = ", ".join(map(str, row["members"]))
-        name = f"aggregation {row['index']} of set {row['set']} (search traces {quoted})"
+        below = "search traces" if row["level"] == 1 else f"traces of level {row['level'] - 1}:"
+        level = "" if row["level"] == 1 else f"level {row['level']}: "
+        name = f"{level}aggregation {row['index']} of set {row['set']} ({below} {quoted})"
     kept = ("verdict", "reward", "credit", "gated", "length", "finish_reason", "text")
     return SampleTrace(name, *(row[key] for key in kept))

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from spiral_fast.config import ConfigError
 from spiral_fast.record.files import by_step, writing, written_aside
-from spiral_fast.trace import AGGREGATION, Problem, ProblemRollout, Trace, TraceKey
+from spiral_fast.trace import AGGREGATION, Aggregated, Problem, ProblemRollout, Trace, TraceKey
 
 SCHEMA = pa.schema(
     [
@@ -23,13 +23,13 @@ SCHEMA = pa.schema(
         # Of the problem, on its first search trace only:
         ("question", pa.string()),
         ("answer", pa.string()),
-        ("sets", pa.list_(pa.list_(pa.int32()))),  # empty: none were drawn
+        ("sets", pa.list_(pa.list_(pa.int32()))),  # of level 1; empty: none were drawn
         # Of the trace:
         ("prompt", pa.list_(pa.int32())),  # token ids; on the first search trace and the first of each set only
-        ("level", pa.int8()),  # 0 search, 1 aggregation
+        ("level", pa.int8()),  # 0 search, 1 aggregation, above it 2, 3, ...
         ("set", pa.int32()),  # -1 for a search trace
         ("index", pa.int32()),
-        ("members", pa.list_(pa.int32())),  # aggregation: the quoted search traces, in the prompt's order
+        ("members", pa.list_(pa.int32())),  # aggregation: the quoted traces of the level below, in the prompt's order
         ("policy_version", pa.int32()),
         ("reward", pa.float64()),  # null: not graded
         ("verdict", pa.string()),
@@ -98,23 +98,28 @@ def read_rollouts(path: str | Path) -> list[ProblemRollout]:
 def _rollout(rows: list[tuple[dict, np.ndarray]], path: str | Path) -> ProblemRollout:
     first = rows[0][0]
     problem = Problem(first["problem"], first["question"], first["answer"])
-    sets = np.array(first["sets"], np.int64) if first["sets"] else np.zeros((0, 0), np.int64)
-    rollout = ProblemRollout(problem, first["draw"], [], sets, [[] for _ in sets])
-    prompts: dict[int, list[int]] = {}  # by set; -1: of the search traces
+    members = {1: first["sets"] or []}  # by level
+    for row, _ in rows:
+        if row["level"] > AGGREGATION and row["index"] == 0:
+            members.setdefault(row["level"], []).append(row["members"])
+    levels = [Aggregated.of(members[level], [[] for _ in members[level]]) for level in sorted(members)]
+    rollout = ProblemRollout(problem, first["draw"], [], *levels[0], levels[1:])
+    prompts: dict[tuple[int, int], list[int]] = {}  # by level and set
     for row, logp in rows:
-        prompt = prompts.setdefault(row["set"], row["prompt"])
-        if prompt is None or row["set"] >= len(sets):
+        prompt = prompts.setdefault((row["level"], row["set"]), row["prompt"])
+        if prompt is None or row["set"] >= len(members.get(row["level"], [0])):
             raise ConfigError(f"{path}: an older version wrote it, without the sets and their prompts; run it again")
         key = TraceKey(row["problem"], row["level"], row["set"], row["index"])
         values = {name: row[name] for name in AS_IN_TRACE}
         trace = Trace(key, list(prompt), logp=logp, answer=row["answer_found"], **values)
-        (rollout.aggregation[key.set] if key.level == AGGREGATION else rollout.search).append(trace)
+        (levels[key.level - 1].groups[key.set] if key.level else rollout.search).append(trace)
     return rollout
 
 
 def _row(step: int, outcome: str, rollout: ProblemRollout, trace: Trace) -> dict:
     key, first = trace.key, trace is rollout.search[0]
-    first_of_set = key.level == AGGREGATION and key.index == 0
+    first_of_set = key.level >= AGGREGATION and key.index == 0
+    stage = rollout.levels[key.level - 1] if key.level else None
     return {
         "step": step,
         "draw": rollout.draw,
@@ -122,12 +127,12 @@ def _row(step: int, outcome: str, rollout: ProblemRollout, trace: Trace) -> dict
         "outcome": outcome,
         "question": rollout.problem.question if first else None,
         "answer": rollout.problem.answer if first else None,
-        "sets": rollout.sets.tolist() if first else None,
+        "sets": rollout.levels[0].members() if first else None,
         "prompt": trace.prompt if first or first_of_set else None,
         "level": key.level,
         "set": key.set,
         "index": key.index,
-        "members": rollout.sets[key.set].tolist() if key.set >= 0 else None,
+        "members": stage.members()[key.set] if stage else None,
         "answer_found": trace.answer,
         "prompt_length": len(trace.prompt),
         "length": len(trace.tokens),

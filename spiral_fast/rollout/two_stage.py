@@ -1,6 +1,7 @@
-"""Two-stage rollout (paper §3.2, Algorithm 1 lines 1-7): search traces, sets of them, aggregation traces.
+"""The staged rollout (paper §3.2, Algorithm 1 lines 1-7): search traces, sets of them, aggregation traces; with
+`rollout.levels` sets of those, their aggregation traces, and so on.
 
-A problem's aggregations are queued as soon as its own search traces are complete; problems do not wait for each other.
+A problem's next level is queued as soon as its own level below is complete; problems do not wait for each other.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import numpy as np
 
 from spiral_fast.config import Config
 from spiral_fast.credit.sets import sample_sets
+from spiral_fast.levels import levels_of, max_new_tokens, populations
 from spiral_fast.rollout.engine import Completion, Engine, Losses, Request, RequestsLost, request_seed
-from spiral_fast.trace import AGGREGATION, SEARCH, Problem, ProblemRollout, Trace, TraceKey
+from spiral_fast.trace import SEARCH, Aggregated, Problem, ProblemRollout, Trace, TraceKey
 
 
 def roll_out(
@@ -33,34 +35,35 @@ def roll_out(
     called anew for its traces, and those it was called for before belong to no rollout. Raises EngineFailed when that
     happens to one problem too often.
     """
-    settings = config.rollout
-    n_traces = settings.n_search + settings.n_sets * settings.n_aggregations
+    settings, levels = config.rollout, levels_of(config)
+    n_traces = sum(populations(settings.n_search, levels))
     rollouts = [ProblemRollout(problem, draw, [], np.zeros((0, 0), np.int64), []) for draw, problem in drawn]
     waiting: dict[int, tuple[ProblemRollout, Request]] = {}  # by ticket
     losses = Losses()
 
-    def add(rollout: ProblemRollout, key: TraceKey, prompt: list[int], max_new_tokens: int) -> None:
+    def add(rollout: ProblemRollout, key: TraceKey, prompt: list[int]) -> None:
         seed = request_seed(config.seed, rollout.draw, key)
-        request = Request(key, tuple(prompt), max_new_tokens, settings.temperature, seed)
+        request = Request(key, tuple(prompt), max_new_tokens(config, key.level), settings.temperature, seed)
         waiting[engine.add(request)] = rollout, request
 
     def search(rollout: ProblemRollout) -> None:
         rollout.search = [None] * settings.n_search
-        rollout.sets, rollout.aggregation = np.zeros((0, 0), np.int64), []
+        rollout.sets, rollout.aggregation, rollout.higher = np.zeros((0, 0), np.int64), [], []
         prompt = prompts.search(rollout.problem)
         for i in range(settings.n_search):
-            add(rollout, TraceKey(rollout.problem.id, SEARCH, -1, i), prompt, settings.search_max_new_tokens)
+            add(rollout, TraceKey(rollout.problem.id, SEARCH, -1, i), prompt)
 
-    def aggregate(rollout: ProblemRollout) -> None:
-        rollout.sets = draw_sets(rollout, config)
-        rollout.aggregation = [[None] * settings.n_aggregations for _ in rollout.sets]
-        for k, members in enumerate(rollout.sets):
-            if not settings.n_aggregations:
+    def aggregate(rollout: ProblemRollout, level: int) -> None:
+        below = rollout.search if level == 1 else rollout.levels[level - 2].population()
+        sets, n_aggregations = draw_sets(rollout, config, level), levels[level - 1].n_aggregations
+        stage = Aggregated(sets, [[None] * n_aggregations for _ in sets])
+        rollout.add_level(stage)
+        for k, members in enumerate(stage.members()):
+            if not n_aggregations:
                 return
-            prompt = prompts.aggregation(rollout.problem, [rollout.search[i].tokens for i in members])
-            for j in range(settings.n_aggregations):
-                key = TraceKey(rollout.problem.id, AGGREGATION, k, j)
-                add(rollout, key, prompt, settings.aggregation_max_new_tokens)
+            prompt = prompts.aggregation(rollout.problem, [below[i].tokens for i in members])
+            for j in range(n_aggregations):
+                add(rollout, TraceKey(rollout.problem.id, level, k, j), prompt)
 
     for rollout in rollouts:
         search(rollout)
@@ -81,29 +84,27 @@ def roll_out(
             done += 1
             if on_trace:
                 on_trace(rollout.problem, trace)
-            if trace.key.level == AGGREGATION:
-                rollout.aggregation[trace.key.set][trace.key.index] = trace
-                continue
-            rollout.search[trace.key.index] = trace
-            if settings.n_sets and all(rollout.search):
-                aggregate(rollout)
+            level, k, index = trace.key[1:]
+            (rollout.search if level == SEARCH else rollout.levels[level - 1].groups[k])[index] = trace
+            stage = rollout.search if level == SEARCH else rollout.levels[level - 1].population()
+            if level < len(levels) and all(stage):
+                aggregate(rollout, level + 1)
         if progress:
             progress(done, len(rollouts) * n_traces)
     return rollouts
 
 
-def draw_sets(rollout: ProblemRollout, config: Config) -> np.ndarray:
-    """The K sets of one problem, (K, n) indices of search traces; random from (run seed, draw number) alone."""
-    settings = config.rollout
-    rng = np.random.default_rng([config.seed, rollout.draw])
-    return sample_sets(
-        settings.set_sampler,
-        settings.n_search,
-        settings.set_size,
-        settings.n_sets,
-        rng,
-        member_order=settings.member_order,
-    )
+def draw_sets(rollout: ProblemRollout, config: Config, level: int = 1) -> np.ndarray:
+    """The sets of one level of one problem, (K, n) as `Aggregated.sets`; random from (run seed, draw number, level)."""
+    settings, levels = config.rollout, levels_of(config)
+    one, population = levels[level - 1], populations(settings.n_search, levels)[level - 1]
+    order = settings.member_order if level == len(levels) else "index"
+    rng = np.random.default_rng([config.seed, rollout.draw, *([level] if level > 1 else [])])
+    sets = np.full((one.all_sets, max(one.set_sizes)), -1, np.int64)
+    for i, size in enumerate(one.set_sizes):
+        drawn = sample_sets(one.sampler, population, size, one.n_sets, rng, member_order=order)
+        sets[i * one.n_sets : (i + 1) * one.n_sets, :size] = drawn
+    return sets
 
 
 def _trace(request: Request, completion: Completion, prompts) -> Trace:

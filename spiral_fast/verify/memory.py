@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from spiral_fast.learner.learner import Row
+from spiral_fast.levels import max_new_tokens
 from spiral_fast.supported import key_value_shape
 from spiral_fast.trace import AGGREGATION, SEARCH
 from spiral_fast.verify.result import FAIL, PASS, Result
@@ -67,7 +68,7 @@ def _rows(subject: Subject, longest: int, budget: int) -> list[Row]:
     longest, budget = max(2, longest), max(2, budget)
     of_search = min(worst.search_prompt + rollout.search_max_new_tokens, budget)
     return [
-        _row(subject, longest, min(rollout.aggregation_max_new_tokens, longest - 1), AGGREGATION, 0),
+        _row(subject, longest, min(max_new_tokens(subject.config, 1), longest - 1), AGGREGATION, 0),
         *(
             _row(subject, of_search, min(rollout.search_max_new_tokens, of_search - 1), SEARCH, index)
             for index in range(budget // of_search)

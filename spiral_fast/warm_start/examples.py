@@ -7,6 +7,7 @@ import sys
 from typing import Protocol
 
 from spiral_fast.config import Config, ConfigError
+from spiral_fast.levels import largest_set
 from spiral_fast.problems import ProblemSets
 from spiral_fast.prompts import Prompts
 from spiral_fast.warm_start.chain_sum_examples import ChainSumExamples, Example
@@ -23,8 +24,7 @@ class Examples(Protocol):
 
 def make_examples(config: Config, prompts: Prompts, problems: ProblemSets) -> Examples:
     task = config.problems
-    rollout, rsa = config.rollout, config.evaluate.rsa
-    set_size = rollout.set_size if rollout.n_aggregations else rsa[0].set_size  # grpo, poly_epo: in the evaluation only
+    set_size = largest_set(config) or config.evaluate.rsa[0].set_size  # grpo, poly_epo: in the evaluation only
     prompts = copy.copy(prompts)
     prompts.max_prompt_tokens = sys.maxsize  # that limit is for the data; chain_sum's examples have longer sums too
     used = {problem.question for problem in [*problems.train, *problems.eval]}

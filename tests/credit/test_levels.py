@@ -114,7 +114,7 @@ def test_one_level_of_one_size_is_spiral(sets):
 
 
 def test_a_worked_example():
-    """Four search traces in two pairs, two traces below each; the top quotes {0, 1}, {0, 2}, {2, 3} and scores 1, 1, 0."""
+    """Four search traces in two pairs, two traces below each; the top quotes 0, 1 and 0, 2 and 2, 3: scores 1, 1, 0."""
     levels = [Level(2, (2,), 2, 8, None, "balanced"), Level(3, (2,), 1, 8, None, "uniform")]
     sets = [[[0, 1], [2, 3]], [[0, 1], [0, 2], [2, 3]]]
     search, middle, top = level_credits(np.array([[1.0], [1.0], [0.0]]), sets, 4, levels)

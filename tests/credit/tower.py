@@ -1,7 +1,8 @@
 """A toy policy of any number of levels, and the expectation of its update by exact enumeration over all outcomes.
 
-A search trace is one of two actions, softmax of 2 parameters. A trace of a level above is one of two actions, softmax of
-2 parameters of its own for each ordered tuple of actions that it quotes; at the top action 1 has reward 1, action 0 none.
+A search trace is one of two actions, softmax of 2 parameters. A trace of a level above is one of two actions, softmax
+of 2 parameters of its own for each ordered tuple of actions that it quotes; at the top action 1 has reward 1, action 0
+none.
 Enumerated: every structure of sets, every table of actions. No sampling anywhere.
 """
 
