@@ -7,6 +7,7 @@ from rich.console import Console
 
 from spiral_fast.config import Config
 from spiral_fast.credit import credit_of
+from spiral_fast.levels import largest_set, level_name, levels_of, max_new_tokens, multipliers, populations
 from spiral_fast.problems.counts import count_lines
 from spiral_fast.rewards import make_grader
 from spiral_fast.rollout.chosen import chosen_engine
@@ -20,7 +21,7 @@ def dry_run(config: Config) -> None:
     with make_grader(config):  # a reward function is imported and checked
         pass
     credit_of(config)  # so is a diversity function
-    engine = chosen_engine(config.rollout, cuda=parts.loaded.causal_lm.device.type == "cuda")
+    engine = chosen_engine(config.rollout, cuda=parts.loaded.device.type == "cuda")
     if engine == "sglang":
         make_engine(config, parts.loaded).close()  # asks and starts nothing yet
     say = Console(highlight=False, soft_wrap=True)
@@ -48,17 +49,22 @@ def dry_run(config: Config) -> None:
     heading("lengths, tokens")
     show(f"longest search prompt {worst.search_prompt:,} + {rollout.search_max_new_tokens:,} new")
     if worst.aggregation_prompt:
-        show(f"longest aggregation prompt {worst.aggregation_prompt:,} + {rollout.aggregation_max_new_tokens:,} new")
-    n_aggregations = rollout.n_sets * rollout.n_aggregations
-    ceiling = rollout.n_search * rollout.search_max_new_tokens + n_aggregations * rollout.aggregation_max_new_tokens
-    traces = f"{rollout.n_search} search + {n_aggregations} aggregation traces"
-    show(f"sampled per problem: {traces}, at most {ceiling:,} tokens")
+        new = max(max_new_tokens(config, level) for level in range(1, 1 + max(1, len(rollout.levels))))
+        show(f"longest aggregation prompt {worst.aggregation_prompt:,} + {new:,} new")
+    levels = levels_of(config)
+    sampled = populations(rollout.n_search, levels)
+    ceiling = sum(n * max_new_tokens(config, level) for level, n in enumerate(sampled))
+    traces = " + ".join(f"{n} {level_name(level)}" for level, n in enumerate(sampled))
+    show(f"sampled per problem: {traces} traces, at most {ceiling:,} tokens")
+    if rollout.levels:
+        m = multipliers(rollout.n_search, levels)
+        show("M of " + ", ".join(f"{level_name(level)} {float(one):.3f}" for level, one in enumerate(m)))
     problem = parts.problems.train[0]
     prompt = parts.prompts.search(problem)
     decode = parts.loaded.tokenizer.decode
     heading(f"search prompt of problem {problem.id}, {len(prompt)} tokens")
     show(decode(prompt))
-    if n_aggregations:
-        prompt = parts.prompts.aggregation(problem, [[]] * rollout.set_size)
+    if quoted := largest_set(config):
+        prompt = parts.prompts.aggregation(problem, [[]] * quoted)
         heading(f"aggregation prompt of that problem with empty candidates, {len(prompt)} tokens")
         show(decode(prompt))

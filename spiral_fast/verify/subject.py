@@ -15,13 +15,14 @@ import torch
 
 from spiral_fast.config import Config
 from spiral_fast.learner.learner import Learner, Row
+from spiral_fast.levels import max_new_tokens
 from spiral_fast.problems import Draws
 from spiral_fast.rollout.chosen import chosen_engine
 from spiral_fast.rollout.engine import Engine
 from spiral_fast.rollout.make_engine import make_engine
 from spiral_fast.rollout.two_stage import roll_out
 from spiral_fast.set_up import SetUp
-from spiral_fast.trace import AGGREGATION, SEARCH, Problem, Trace
+from spiral_fast.trace import Problem, Trace
 
 MAX_PROBLEMS = 4  # whose traces are sampled
 ROLLOUT_S = 15.0  # seconds their rollout may take
@@ -57,7 +58,7 @@ class Subject:
     @property
     def on_servers(self) -> bool:
         """The engine computes with weights of its own, in the dtype they were loaded in."""
-        return chosen_engine(self.config.rollout, cuda=self.loaded.causal_lm.device.type == "cuda") == "sglang"
+        return chosen_engine(self.config.rollout, cuda=self.loaded.device.type == "cuda") == "sglang"
 
     def new_engine(self) -> Engine:
         return make_engine(self.config, self.loaded)
@@ -87,7 +88,7 @@ class Subject:
     def measure(self) -> None:
         """Sample as many traces, as long as they fit the time, and see how fast the learner is."""
         settings = self.config.rollout
-        longest = max(settings.search_max_new_tokens, settings.aggregation_max_new_tokens)
+        longest = max(max_new_tokens(self.config, level) for level in range(2 + len(settings.levels)))
         self.sample(self.drawn[:1], 2)  # the first calls also compile
         per_token = _seconds(lambda: self.sample(self.drawn[:1], 8)) / 8
         self.limit = int(max(8, min(longest, ROLLOUT_S / per_token)))
@@ -104,12 +105,17 @@ class Subject:
         self.traces = self.sample(self.drawn, self.limit)
 
     def sample(self, drawn: list[tuple[int, Problem]], limit: int) -> list[Trace]:
-        """All search traces and one aggregation trace per set, by the run's own rollout, cut at `limit` tokens."""
+        """All search traces and one aggregation trace per set (of rollout.levels all), by the run's own rollout, cut at
+        `limit` tokens."""
         rollout = self.config.rollout
         changes = {
             "search_max_new_tokens": min(limit, rollout.search_max_new_tokens),
             "aggregation_max_new_tokens": min(limit, rollout.aggregation_max_new_tokens),
             "n_aggregations": min(1, rollout.n_aggregations),
+            "levels": [
+                level.model_copy(update={"max_new_tokens": min(limit, level.max_new_tokens)})
+                for level in rollout.levels
+            ],
         }
         config = self.config.model_copy(update={"rollout": rollout.model_copy(update=changes)})
         with self.engine() as engine, self.learner.rollout_weights():
@@ -126,7 +132,8 @@ class Subject:
 
     def gradient_rows(self) -> list[Row]:
         """Rows of both levels in turn: at least four, else what one micro-batch holds and the time allows."""
-        levels = [[t for t in self.traces if t.key.level == level] for level in (SEARCH, AGGREGATION)]
+        found = sorted({trace.key.level for trace in self.traces})
+        levels = [[trace for trace in self.traces if trace.key.level == level] for level in found]
         room = min(self.config.learner.micro_batch_tokens, GRADIENT_S * self.learner_tokens_per_s)
         kept: list[Trace] = []
         for trace in filter(None, chain.from_iterable(zip_longest(*levels))):
