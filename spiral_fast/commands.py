@@ -368,6 +368,9 @@ def export(
     config: Annotated[
         Path | None, typer.Option(metavar="CONFIG", help="names the base model of an adapter outside its run")
     ] = None,
+    role: Annotated[
+        str | None, typer.Option(metavar="ROLE", help="of two adapters search or aggregation alone; none = both")
+    ] = None,
 ) -> None:
     """Write what was trained as a folder for plain peft or, merged, for plain transformers.
 
@@ -375,7 +378,7 @@ def export(
     """
     from spiral_fast.export import export as write
 
-    typer.echo(write(source, out, merged=merged, config=config))
+    typer.echo(write(source, out, merged=merged, config=config, role=role))
 
 
 @app.command()
@@ -473,8 +476,13 @@ def bench(
 
 @app.command()
 @short_errors
-def doctor() -> None:
+def doctor(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="also say what a run of it would take here")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
     """Say what is installed, which backend serves each operation here, and what to install for more."""
     from spiral_fast.doctor import examine
 
-    examine()
+    examine(None if config is None else load_config(config, overrides or []))

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from spiral_fast.install import install_command
 from spiral_fast.record.environment import version
+
+if TYPE_CHECKING:
+    from spiral_fast.config import Config
 
 TRAIN, DEV = install_command("train"), install_command("dev")
 
@@ -42,6 +46,9 @@ PACKAGES = (
     Package("httpx", "httpx", "rollout.servers", TRAIN),
     Package("sglang", "sglang", "rollout.engine: sglang", install_command("sglang")),
     Package("triton", "triton", "GPU kernels (comes with CUDA torch)", DEV),
+    Package("liger-kernel", "liger_kernel", "model.liger, on a GPU", install_command("gpu")),
+    Package("flash-attn", "flash_attn", "attention by cascade_flash_attn, on a GPU", install_command("gpu")),
+    Package("bitsandbytes", "bitsandbytes", "model.quantisation, on a GPU", install_command("quantised")),
 )
 
 
@@ -54,8 +61,9 @@ def missing() -> list[Package]:
     return [package for package in PACKAGES if importlib.util.find_spec(package.module) is None]
 
 
-def examine() -> None:
-    """Print versions, GPU, the backend of each operation on each device, and the commands that add what is missing."""
+def examine(config: Config | None = None) -> None:
+    """Print versions, GPUs, the backend of each operation on each device, what a run of `config` would take here, and
+    the commands that add what is missing."""
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
@@ -71,8 +79,13 @@ def examine() -> None:
     console.print(_backend_table())
 
     console.print(_engine_line(), markup=False)
-    why_not = native_unavailable()
-    console.print(f"native module: {why_not or 'loads'}", markup=False)
+    console.print(f"native module: {native_unavailable() or 'loads'}", markup=False)
+    for line in _gpu_packages():
+        console.print(line, markup=False)
+    if config is not None:
+        console.print("a run of this config here:")
+        for line in run_here(config):
+            console.print(f"  {line}", markup=False)
     for package in absent:
         console.print(f"missing {package.name} ({package.use}): {package.install}", markup=False)
 
@@ -88,6 +101,44 @@ def _engine_line() -> str:
     if not torch.cuda.is_available():
         why = f"no GPU; {why}: rollout.engine: sglang would need it, rollout.servers not"
     return f"rollout engine: {chosen} by auto ({why})"
+
+
+def _gpu_packages() -> list[str]:
+    """Of each package that only a GPU can use: whether it will be, or why not."""
+    import torch
+
+    from spiral_kernels.dispatch import flash_attn_unusable
+
+    lines = []
+    for package in PACKAGES[-3:]:
+        why = None if torch.cuda.is_available() else "no GPU"
+        if importlib.util.find_spec(package.module) is None:
+            why = "not installed"
+        elif package.name == "flash-attn":
+            why = flash_attn_unusable() or why
+        lines.append(f"{package.name} ({package.use}): {why or f'{version(package.name)} can be used'}")
+    return lines
+
+
+def run_here(config: Config) -> list[str]:
+    """What a run takes where there is a choice, a line each. What cannot be used is said, not raised."""
+    from spiral_fast.config import ConfigError
+    from spiral_fast.learner.liger import liger_line
+    from spiral_fast.rollout.chosen import chosen_engine
+    from spiral_fast.set_up import backends, device_of
+
+    try:
+        device = device_of(config)
+        served = ", ".join(f"{name} by {backend}" for name, backend in backends(config, device).items())
+        cuda = device == "cuda"
+        return [
+            f"device: {device}",
+            f"rollout engine: {chosen_engine(config.rollout, cuda=cuda)}",
+            f"operations: {served}",
+            liger_line(config.model, device),
+        ]
+    except ConfigError as error:
+        return [str(error)]
 
 
 def _package_table(absent: list[Package]):
@@ -108,10 +159,12 @@ def _device_lines() -> str:
     lines = [f"Python {found['python']} on {found['platform']}"]
     lines.append(f"CPU: {found['processor']}, {found['cores']} cores, torch uses {found['torch_threads']} threads")
     if found["gpus"]:
-        lines.append(f"GPU: {', '.join(found['gpus'])} (CUDA {found['cuda']})")
+        lines.append(f"{len(found['gpus'])} GPU: {', '.join(found['gpus'])} (CUDA {found['cuda']})")
     else:
         built = "was built without CUDA" if torch.version.cuda is None else "finds no usable device"
         lines.append(f"GPU: none (torch {built}); runs use the CPU")
+    distributed = [name for name in ("gloo", "nccl") if torch.distributed.is_backend_available(name)]
+    lines.append(f"torch.distributed, for several ranks: {', '.join(distributed) or 'none'}")
     return "\n".join(lines)
 
 

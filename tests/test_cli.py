@@ -287,7 +287,10 @@ def test_bench_runs_a_suite_of_a_checkout_only(tmp_path):
 def test_doctor_names_the_backend_of_each_operation(monkeypatch):
     result = run("doctor")
     assert result.exit_code == 0
-    for word in ("torch", "linear_logprob", "set_advantages", "native module:", "CPU:", "rollout engine: radix"):
+    for word in (
+        *("torch", "linear_logprob", "set_advantages", "native module:", "CPU:", "rollout engine: radix"),
+        *("liger-kernel (model.liger, on a GPU): ", "flash-attn (", "bitsandbytes (", "several ranks: gloo"),
+    ):
         assert word in result.output
     monkeypatch.setenv("COLUMNS", "200")  # else the words may be wrapped
     monkeypatch.setenv("SPIRAL_KERNELS_BACKEND", "linear_logprob=abacus")
@@ -298,3 +301,23 @@ def test_doctor_says_what_is_missing_and_how_to_add_it(monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else find_spec(name))
     assert f"missing gguf (GGUF models): {install_command('train')}" in run("doctor").output
+
+
+def test_doctor_says_what_a_run_would_take(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    output = run("doctor", "configs/demo.yaml", "device=cpu").output
+    for line in (
+        "device: cpu",
+        "rollout engine: radix",
+        "tree_attention by ",
+        "Liger: not used (its kernels run on CUDA",
+    ):
+        assert line in output
+    assert "Liger: not used (model.liger is false)" in run("doctor", "configs/demo.yaml", "model.liger=false").output
+    monkeypatch.setenv("SPIRAL_KERNELS_BACKEND", "tree_attention=cascade_flash_attn")
+    cannot = run("doctor", "configs/demo.yaml", "device=cpu")
+    assert (
+        cannot.exit_code == 0
+        and "SPIRAL_KERNELS_BACKEND: tree_attention: backend 'cascade_flash_attn'" in cannot.output
+    )
+    assert run("doctor", "configs/nowhere.yaml").exit_code == 2

@@ -15,9 +15,9 @@ from typing import Literal
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
-from spiral_fast.config import ConfigError
+from spiral_fast.config import ConfigError, ModelConfig
 from spiral_fast.install import install_command
 
 # Whose norm, MLP and attention do what Liger's kernels do; names as transformers has them, with `ForCausalLM`.
@@ -33,6 +33,22 @@ def use_liger(model: PreTrainedModel, wanted: bool | Literal["auto"], device: to
     elif wanted is True:
         raise ConfigError(f"model.liger: true cannot be used: {reason}; set it to auto")
     return reason is None
+
+
+def liger_line(config: ModelConfig, device: str) -> str:
+    """What `model.liger` comes to for a model that is not loaded, as `doctor` says it. Raises ConfigError."""
+    if not config.liger:
+        return "Liger: not used (model.liger is false)"
+    reason = why_not(f"{ARCHITECTURES[0]}ForCausalLM", "silu", torch.device(device))
+    if reason is None:
+        from spiral_fast.learner.model import source_of
+
+        try:
+            found = AutoConfig.from_pretrained(source_of(config.path), trust_remote_code=False, local_files_only=True)
+        except OSError:  # not on this machine yet
+            return f"Liger: used if the model is one of {', '.join(ARCHITECTURES)}"
+        reason = why_not((found.architectures or ["model"])[0], found.hidden_act, torch.device(device))
+    return "Liger: used" if reason is None else f"Liger: not used ({reason})"
 
 
 def why_not(class_name: str, activation: str, device: torch.device) -> str | None:

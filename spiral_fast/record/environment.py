@@ -19,6 +19,9 @@ PACKAGES = (
     "tokenizers",
     "math-verify",
     "reasoning-gym",
+    "liger-kernel",
+    "flash-attn",
+    "bitsandbytes",
 )
 
 

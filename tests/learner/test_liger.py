@@ -14,7 +14,7 @@ from peft.tuners.lora import LoraLayer
 from transformers.models.qwen3 import modeling_qwen3
 
 from spiral_fast.config import ConfigError, ModelConfig
-from spiral_fast.learner.liger import replace, use_liger, why_not
+from spiral_fast.learner.liger import liger_line, replace, use_liger, why_not
 from spiral_fast.learner.model import load_model
 from spiral_fast.learner.probe import check_packed
 from spiral_fast.supported import UnsupportedModel
@@ -80,6 +80,8 @@ def test_who_may_have_them(monkeypatch):
     assert "on CUDA only, the model is on cpu" in why_not("Qwen3ForCausalLM", "silu", torch.device("cpu"))
     assert "is a GraniteForCausalLM, not one of Llama, Mistral" in why_not("GraniteForCausalLM", "silu", CUDA)
     assert "activation is gelu" in why_not("LlamaForCausalLM", "gelu", CUDA)
+    assert liger_line(ModelConfig(path="builtin:parts"), "cuda") == "Liger: used"
+    assert liger_line(ModelConfig(path="nobody/nothing"), "cuda").startswith("Liger: used if the model is one of Llama")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "liger-kernel is not installed" in why_not("Qwen3ForCausalLM", "silu", CUDA)
 
