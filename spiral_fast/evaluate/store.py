@@ -21,6 +21,7 @@ from spiral_fast.by_name import first_line
 from spiral_fast.config import Config, ConfigError
 from spiral_fast.evaluate.sampling import ProblemSamples
 from spiral_fast.evaluate.stage import Sample
+from spiral_fast.learner.roles import ADAPTERS, WEIGHTS, adapter_folders
 from spiral_fast.problems.digest import digest
 from spiral_fast.record.files import write_json, writing, written_aside
 from spiral_fast.trace import SEARCH, Problem, TraceKey
@@ -65,7 +66,7 @@ def identity(config: Config, adapters: dict[str, str | None], problems: Sequence
     return {
         "seed": config.seed,
         "model": model,
-        "adapter": {label: adapter_digest(folder) for label, folder in adapters.items()},
+        "adapter": {label: adapter_digest(folder, config.model.policy) for label, folder in adapters.items()},
         "problems": digest(problems),
         "rollout": {key: value for key, value in whole["rollout"].items() if key not in ELSEWHERE},
         "reward": {key: whole["reward"][key] for key in ("kind", "function", "correct_at")},
@@ -73,11 +74,13 @@ def identity(config: Config, adapters: dict[str, str | None], problems: Sequence
     }
 
 
-def adapter_digest(folder: str | None) -> str | None:
-    """sha256 of an adapter's weights; None for the bare model."""
+def adapter_digest(folder: str | None, policy: str = "shared") -> str | None:
+    """sha256 of the weights of an adapter, or of both after each other; None for the bare model. policy:
+    `model.policy`."""
     if folder is None:
         return None
-    return hashlib.sha256((Path(folder).expanduser() / "adapter_model.safetensors").read_bytes()).hexdigest()
+    folders = adapter_folders(Path(folder).expanduser(), ADAPTERS[policy]).values()
+    return hashlib.sha256(b"".join((own / WEIGHTS).read_bytes() for own in folders)).hexdigest()
 
 
 class Store:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from spiral_fast.learner.roles import Roles
 from spiral_fast.rollout.engine import EngineFailed, Request, RequestsLost
 from spiral_fast.rollout.sglang import canary
 from spiral_fast.rollout.sglang.client import ServerLost
@@ -58,7 +59,13 @@ def engine(monkeypatch):
 
     monkeypatch.setattr(canary, "check_server", right)
     monkeypatch.setattr(canary, "check", right)
-    source = SimpleNamespace(max_context=100, vocabulary=50, eos_token_ids=frozenset({1}), adapter=lambda: None)
+    source = SimpleNamespace(
+        max_context=100,
+        vocabulary=50,
+        eos_token_ids=frozenset({1}),
+        roles=Roles(["default"]),
+        adapter=lambda role: None,
+    )
     said: list[tuple[str, threading.Thread]] = []
 
     def make(say=lambda text: said.append((text, threading.current_thread()))) -> SglangEngine:

@@ -121,3 +121,9 @@ def test_only_the_end_of_a_log_is_read(tmp_path):
         log.seek(0, os.SEEK_END)
         log.write(b"\nthe last line\n")
     assert server.log_end().endswith("\n  the last line") and len(server.log_end()) < 70_000
+
+
+@pytest.mark.parametrize("policy, most", [("shared", "3"), ("two_adapters", "5")])
+def test_a_batch_may_hold_two_versions_of_every_adapter_and_none(policy, most):
+    flags = as_dict(server_flags(make_config(model={"policy": policy}), BASE, "127.0.0.1", 31000))
+    assert flags["max_loras_per_batch"] == [most]

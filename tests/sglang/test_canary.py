@@ -109,8 +109,8 @@ def test_adapter_that_is_not_the_present_one(server, model_folder, change, reque
 
 def test_another_temperature(server, model_folder):
     class Untempered(PolicySource):
-        def log_probs(self, prompt, tokens, temperature):
-            return super().log_probs(prompt, tokens, 1.0)
+        def log_probs(self, prompt, tokens, temperature, role=None):
+            return super().log_probs(prompt, tokens, 1.0, role)
 
     source = Untempered(load(make_config(model_folder)))
 

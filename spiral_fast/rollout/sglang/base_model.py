@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from spiral_fast.config import ConfigError, ModelConfig
 from spiral_fast.learner.model import source_of
+from spiral_fast.learner.roles import ADAPTERS, adapter_folders
 
 FILES = [
     "*.json",
@@ -39,8 +40,9 @@ def base_model(config: ModelConfig) -> BaseModel:
         if modules == "all-linear":
             modules = _linear_layers(settings)
         if config.adapter is not None:
-            own = PeftConfig.from_pretrained(config.adapter).target_modules
-            modules = [*modules, *([] if isinstance(own, str) else own)]
+            for folder in adapter_folders(Path(config.adapter), ADAPTERS[config.policy]).values():
+                own = PeftConfig.from_pretrained(folder).target_modules
+                modules = [*modules, *([] if isinstance(own, str) else own)]
     except Exception as error:  # of any class: the readers of these files do not expect broken ones
         raise ConfigError(f"model.path: {config.path!r} cannot be served ({' '.join(str(error).split())})") from error
     return BaseModel(folder, settings.max_position_embeddings, sorted({name.rpartition(".")[2] for name in modules}))

@@ -40,25 +40,33 @@ def canary_prompt(vocabulary: int) -> list[int]:
 async def check_server(client: Client, source: PolicySource, temperature: float, *, name: str = "probe") -> None:
     """At the start: the server has the learner's base model, and applies every tensor of an adapter and its scale.
 
-    The adapter tried is a non-zero one on the learner's layers, loaded under `name` and unloaded again: a fresh one's B
-    is zero and would prove nothing. Raises CanaryFailed.
+    The adapters tried are non-zero ones on the learner's layers, loaded under `name` with their role and unloaded
+    again: a fresh one's B is zero and would prove nothing. Two are there together, and each has its own log-probs.
+    Raises CanaryFailed.
     """
     _compare_names(client.url, await client.identity(), source)
     await _compare(client, None, source, temperature, "its base model is not the learner's: give both one model.path")
     with nonzero_adapter(source.model, seed=0):
-        await client.load_adapter(name, source.adapter())
+        loaded: dict[str, str] = {}
         why = "it does not apply the adapter it was sent as the learner does"
         try:
-            await _compare(client, name, source, temperature, why, samples=SAMPLES, nearer=NEARER)
+            for role in source.roles.names:
+                await client.load_adapter(f"{name}-{role}", source.adapter(role))
+                loaded[role] = f"{name}-{role}"
+            for role, adapter in loaded.items():
+                await _compare(client, adapter, source, temperature, why, role=role, samples=SAMPLES, nearer=NEARER)
         finally:
-            await client.unload_adapter(name)
+            for adapter in loaded.values():
+                await client.unload_adapter(adapter)
 
 
-async def check(client: Client, adapter: str, source: PolicySource, temperature: float) -> float:
-    """The server computes the learner's present policy under the name `adapter`. Returns the largest |difference| of a
-    token's log-prob. Raises CanaryFailed."""
+async def check(
+    client: Client, adapter: str, source: PolicySource, temperature: float, role: str | None = None
+) -> float:
+    """The server computes the learner's present policy (of `role`, None: the first) under the name `adapter`. Returns
+    the largest |difference| of a token's log-prob. Raises CanaryFailed."""
     why = f"{adapter!r} is not the learner's present adapter; start the server anew, then go on"
-    return await _compare(client, adapter, source, temperature, why)
+    return await _compare(client, adapter, source, temperature, why, role=role)
 
 
 def _compare_names(url: str, server: ServerIdentity, source: PolicySource) -> None:
@@ -81,6 +89,7 @@ async def _compare(
     temperature: float,
     otherwise: str,
     *,
+    role: str | None = None,
     samples: int = 1,
     nearer: float = 0.0,
 ) -> float:
@@ -95,7 +104,7 @@ async def _compare(
     base = np.concatenate([source.base_log_probs(prompt, one.tokens, temperature) for one in sampled])
     ours = base
     if adapter is not None:
-        ours = np.concatenate([source.log_probs(prompt, one.tokens, temperature) for one in sampled])
+        ours = np.concatenate([source.log_probs(prompt, one.tokens, temperature, role) for one in sampled])
     gap = np.abs(theirs - ours)
     if source.dtype in (torch.bfloat16, torch.float16):
         right = gap.mean() < LARGEST_GAP_16_BIT and nearer * gap.mean() <= np.abs(base - ours).mean()

@@ -2,7 +2,8 @@
 
 A server has at most `max_running` requests at a time, so that its own queue stays short: what is first here comes first
 there. Problems in order of arrival: the aggregations of an early one come before the searches of later ones. A problem
-is placed when its first request can start, and stays on that server.
+is placed when its first request can start, and stays on that server. A server keeps the keys and values of each adapter
+apart, and so does what is known here of its cache.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import heapq
 import re
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from spiral_fast.learner.roles import Roles
 from spiral_fast.rollout.engine import Request
 from spiral_fast.rollout.sglang.client import Client, Generated, RequestRefused, ServerLost
 from spiral_fast.rollout.sglang.leaders import Leaders, Prefixes, encode
@@ -24,10 +27,11 @@ TOO_LONG = re.compile(r"longer than the model's context|exceeds the (maximum all
 
 @dataclass(order=True)
 class Group:
-    """Requests for the same prompt."""
+    """Requests for the same prompt under the same adapter."""
 
     rank: tuple[int, int]  # of the problem, of the prompt
     problem: str = field(compare=False)
+    role: str = field(compare=False)  # of learner/roles.py
     prompt: bytes = field(compare=False)  # encoded
     requests: list[tuple[int, Request]] = field(compare=False)  # with their tickets
 
@@ -69,8 +73,8 @@ class Server:
     def __init__(self, number: int, url: str):
         self.number, self.url = number, url
         self.client: Client | None = None
-        self.up = False  # it has the present adapter and takes requests
-        self.adapter: str | None = None  # name under which every request is sent
+        self.up = False  # it has the present policy and takes requests
+        self.adapters: dict[str, str] = {}  # role -> name under which its requests are sent
         self.waiting: list[Group] = []  # heap: of the problems that are on this server
         self.awaiting: list[Group] = []  # admitted, but what it shares may still be in flight
         self.running = 0  # requests, those of groups whose leader is in flight included
@@ -79,8 +83,8 @@ class Server:
 
     def emptied(self) -> None:
         """Its cache is empty now."""
-        self.leaders = Leaders()
-        self.prefilled: dict[bytes, asyncio.Event] = {}  # set when the prompt is
+        self.leaders: dict[str, Leaders] = defaultdict(Leaders)  # by role
+        self.prefilled: dict[tuple[str, bytes], asyncio.Event] = {}  # (role, prompt); set when it is
 
     def drop(self) -> None:
         """What waits and runs; connections that close end it on the server too, within seconds."""
@@ -100,11 +104,13 @@ class Dispatcher:
         emit: Callable[[Any], None],
         on_lost: Callable[[Server, str], None],
         *,
+        roles: Roles,
         max_running: int,
         stop_token_ids: frozenset[int],
         seeded: bool,
     ):
         self.servers = servers
+        self._roles = roles
         self._emit, self._on_lost = emit, on_lost
         self._max_running, self._stop_token_ids, self._seeded = max_running, stop_token_ids, seeded
         self.emptied()
@@ -118,24 +124,24 @@ class Dispatcher:
         self._ranks: dict[str, int] = {}  # of problems, by their first request since all was idle
         self._prompts = 0  # groups since then
         self._unplaced: dict[str, list[Group]] = {}  # by problem
-        self._waiting = Prefixes()  # of the groups of which nothing was sent yet
+        self._waiting: dict[str, Prefixes] = defaultdict(Prefixes)  # by role, of groups of which nothing was sent yet
         self._pending: dict[int, str] = {}  # ticket -> problem
 
     def add(self, requests: Iterable[tuple[int, Request]]) -> None:
-        """Requests with one prompt that come together are siblings."""
+        """Requests with one prompt and adapter that come together are siblings."""
         if not self._pending:
             self._reset()
-        groups: dict[tuple[str, tuple[int, ...]], Group] = {}
+        groups: dict[tuple[str, str, tuple[int, ...]], Group] = {}
         for ticket, request in requests:
-            problem, prompt = request.key.problem, request.prompt
-            if (problem, prompt) not in groups:
+            problem, role, prompt = siblings = request.key.problem, self._roles.of(request.key.level), request.prompt
+            if siblings not in groups:
                 self._prompts += 1
                 rank = self._ranks.setdefault(problem, len(self._ranks)), self._prompts
-                groups[problem, prompt] = Group(rank, problem, encode(prompt), [])
-            groups[problem, prompt].requests.append((ticket, request))
+                groups[siblings] = Group(rank, problem, role, encode(prompt), [])
+            groups[siblings].requests.append((ticket, request))
             self._pending[ticket] = problem
         for group in groups.values():
-            self._waiting.add(group.prompt)
+            self._waiting[group.role].add(group.prompt)
             number = self._placement.server_of(group.problem)
             if number is None:
                 self._unplaced.setdefault(group.problem, []).append(group)
@@ -172,7 +178,7 @@ class Dispatcher:
         server.up = False
         problems = set(self._placement.lose(server.number))
         for group in server.waiting + server.awaiting:
-            self._waiting.remove(group.prompt)
+            self._waiting[group.role].remove(group.prompt)
         server.drop()
         tickets = [ticket for ticket, problem in self._pending.items() if problem in problems]
         for ticket in tickets:
@@ -209,17 +215,17 @@ class Dispatcher:
 
     async def _run(self, server: Server, group: Group) -> None:
         """The leader of a group, where it has one, then its requests."""
-        leaders, prompt = server.leaders, group.prompt
+        leaders, waiting, prompt = server.leaders[group.role], self._waiting[group.role], group.prompt
         while other := leaders.waits_for(prompt):
-            await server.prefilled[other].wait()
+            await server.prefilled[group.role, other].wait()
         server.awaiting.remove(group)
-        self._waiting.remove(prompt)
+        waiting.remove(prompt)
         ticket, request = group.requests[0]
         there = leaders.there(prompt)
-        is_shared = len(group.requests) > 1 or self._waiting.nearest(prompt)[0] > there
+        is_shared = len(group.requests) > 1 or waiting.nearest(prompt)[0] > there
         if is_shared and there < len(request.prompt) - 1:
             leaders.start(prompt)
-            done = server.prefilled[prompt] = asyncio.Event()
+            done = server.prefilled[group.role, prompt] = asyncio.Event()
             generated = await self._ask(server, ticket, request, 0)
             if generated is None:
                 return
@@ -230,12 +236,13 @@ class Dispatcher:
             self._begin(server, self._sample(server, group, ticket, request))
 
     async def _sample(self, server: Server, group: Group, ticket: int, request: Request) -> None:
-        cacheable = server.leaders.there(group.prompt)
+        leaders = server.leaders[group.role]
+        cacheable = leaders.there(group.prompt)
         generated = await self._ask(server, ticket, request, request.max_new_tokens)
         if generated is None:
             return
         if cacheable < len(request.prompt) - 1:
-            server.leaders.prefilled(group.prompt)
+            leaders.prefilled(group.prompt)
         server.running -= 1
         self._placement.finish(group.problem, request.max_new_tokens, len(generated.tokens))
         del self._pending[ticket]
@@ -247,7 +254,7 @@ class Dispatcher:
         try:
             generated = await server.client.generate(
                 request.prompt,
-                adapter=server.adapter,
+                adapter=server.adapters[self._roles.of(request.key.level)],
                 max_new_tokens=max_new_tokens,
                 temperature=request.temperature,
                 stop_token_ids=self._stop_token_ids,

@@ -1,9 +1,9 @@
 """Rollouts by SGLang servers: one that the run starts for itself, or any number by URL.
 
-The learner's adapter goes to each server under a new name per policy version, every request carries that name, and a
-version is in place only when a canary's log-probs through it equal the learner's. A thread of its own talks to the
-servers (fleet.py) and hands the requests out (dispatch.py); what touches the learner's weights there happens only while
-the caller waits in `set_policy` or `step`.
+The learner's adapter (or both) goes to each server under a new name per policy version, every request carries the name
+of the one that serves its level, and a version is in place only when a canary's log-probs through each equal the
+learner's. A thread of its own talks to the servers (fleet.py) and hands the requests out (dispatch.py); what touches
+the learner's weights there happens only while the caller waits in `set_policy` or `step`.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class SglangEngine:
 
     name = "sglang"
     bitwise_resume = False
+    asked_by = 1  # the servers are everybody's, and whoever loads an adapter must know what they hold
 
     def __init__(
         self,

@@ -57,13 +57,14 @@ class Fleet:
             self.servers,
             emit,
             self._on_lost,
+            roles=source.roles,
             max_running=max_running,
             stop_token_ids=source.eos_token_ids,
             seeded=seeded,
         )
         self._prefix = f"spiral-{secrets.token_hex(4)}"  # of adapter names: a server may hold those of other runs
         self._loads = 0
-        self._adapter: Adapter | None = None  # the present policy's
+        self._adapters: dict[str, Adapter] = {}  # of the present policy, by role
         self._names: dict[int, list[str]] = {server.number: [] for server in self.servers}  # of ours on each server
         self._why: dict[int, str] = {}  # of the servers that are lost
         self._none_up_since: float | None = None
@@ -109,7 +110,7 @@ class Fleet:
 
     async def update(self) -> None:
         """The learner's present policy on every server that answers."""
-        self._adapter = self._source.adapter()
+        self._adapters = {role: self._source.adapter(role) for role in self._source.roles.names}
         self.dispatcher.emptied()
         up = [server for server in self.servers if server.client]
         for server in self.servers:
@@ -132,15 +133,18 @@ class Fleet:
             self._lose(server, error.why)
 
     async def _give(self, server: Server) -> None:
-        """The present policy, under a new name; it takes requests from then on."""
+        """The present policy, each adapter under a new name; it takes requests from then on."""
         if server.client is None:
             return
-        client, name, mine = server.client, self._new_name(), self._names[server.number]
+        client, mine = server.client, self._names[server.number]
+        names = {role: self._new_name() for role in self._adapters}
         try:
-            mine.append(name)
-            await client.load_adapter(name, self._adapter)
-            await canary.check(client, name, self._source, self._temperature)
-            while len(mine) > 1:
+            for role, name in names.items():
+                mine.append(name)
+                await client.load_adapter(name, self._adapters[role])
+            for role, name in names.items():  # all are there: none has taken another's place
+                await canary.check(client, name, self._source, self._temperature, role)
+            while len(mine) > len(names):
                 with suppress(RequestRefused):  # a server that was started anew does not know it
                     await client.unload_adapter(mine[0])
                 del mine[0]
@@ -150,7 +154,7 @@ class Fleet:
             return
         except RequestRefused as error:
             raise EngineFailed(str(error)) from None
-        server.adapter = name
+        server.adapters = names
         if self._why.pop(server.number, None) is not None:
             self._say(f"  the SGLang server {server.url} is back")
         self._none_up_since = None

@@ -17,6 +17,7 @@ import torch
 
 from spiral_fast.config import Config, ConfigError
 from spiral_fast.interrupts import result_of
+from spiral_fast.learner.roles import ADAPTERS
 from spiral_fast.rollout.engine import EngineFailed
 from spiral_fast.rollout.sglang.adapter import fused_names
 from spiral_fast.rollout.sglang.base_model import BaseModel
@@ -26,8 +27,6 @@ from spiral_fast.rollout.sglang.names import KEY_VARIABLE, PARENT_VARIABLE
 LOOPBACK = "127.0.0.1"
 # SGLang takes a prompt of up to 6 tokens less than its limits, and cuts a completion 2 tokens before them.
 SPARE_TOKENS = 8
-# Adapters one batch may hold: the present one, that of the next version at its canary, none (SGLang's health check).
-ADAPTERS_IN_A_BATCH = 3
 # Seconds after SIGTERM before SIGKILL. SGLang looks for it every 5 s and gives its scheduler 15 s to release the GPU's
 # memory; without a GPU there is nothing to wait for.
 STOP_S = {"cuda": 30.0, "cpu": 1.0}
@@ -55,7 +54,8 @@ def server_flags(config: Config, base: BaseModel, host: str, port: int) -> list[
         "schedule-policy": "lpm",  # of the waiting requests those first whose prefix is in the cache
         "enable-lora": True,
         "max-lora-rank": lora.rank,
-        "max-loras-per-batch": ADAPTERS_IN_A_BATCH,
+        # the present policy's, those of the next version at their canary, none (SGLang's health check)
+        "max-loras-per-batch": 2 * len(ADAPTERS[config.model.policy]) + 1,
         "random-seed": config.seed % 2**31,
         "skip-server-warmup": True,  # ServerProcess.start waits for a token anyway
     }
