@@ -19,19 +19,20 @@ Law = Callable[[np.random.Generator, int], np.ndarray]  # how many -> (n,) int64
 
 @dataclass(frozen=True)
 class Lengths:
-    """Sampled tokens of a trace, by level, before L_max cuts them."""
+    """Sampled tokens of a trace, by level (the highest stands for all above), before L_max cuts them."""
 
     laws: dict[int, Law]
     text: str  # as it is shown
 
     def sample(self, rng: np.random.Generator, level: int, n: int, most: int) -> np.ndarray:
         """(n,) int64. A trace above `most` (L_max) is cut there, as the sampler does."""
-        return self.laws[level](rng, n).clip(1, most)
+        return self.laws[min(level, max(self.laws))](rng, n).clip(1, most)
 
 
 def usual_lengths(rollout: RolloutConfig) -> Lengths:
     """Uniform from an eighth of L_max to L_max."""
-    most = {SEARCH: rollout.search_max_new_tokens, AGGREGATION: rollout.aggregation_max_new_tokens}
+    above = [level.max_new_tokens for level in rollout.levels] or [rollout.aggregation_max_new_tokens]
+    most = dict(enumerate([rollout.search_max_new_tokens, *above]))
     laws = {level: _law("", "uniform", [str(-(-tokens // 8)), str(tokens)]) for level, tokens in most.items()}
     return Lengths(laws, "uniform from an eighth of L_max to L_max")
 
@@ -105,5 +106,5 @@ def _of_run(folder: Path) -> dict[int, np.ndarray]:
     if not (levels == SEARCH).any():
         raise ConfigError(f"--lengths: {str(folder)!r} is not the folder of a run that stored traces")
     search = lengths[levels == SEARCH]
-    aggregation = lengths[levels == AGGREGATION]
+    aggregation = lengths[levels != SEARCH]
     return {SEARCH: search, AGGREGATION: aggregation if len(aggregation) else search}

@@ -7,6 +7,7 @@ from typing import Any
 
 from spiral_fast.algorithms import ALGORITHMS
 from spiral_fast.config import Config, ConfigError
+from spiral_fast.levels import levels_of, max_new_tokens
 from spiral_fast.plan.advice import NETWORK, assumptions, notes, problems
 from spiral_fast.plan.gpus import Gpu
 from spiral_fast.plan.learner_work import Work, learner_work
@@ -155,9 +156,9 @@ def longest_sequence(config: Config) -> int:
     settings, frame = config.rollout, 256
     prompt = settings.max_prompt_tokens
     longest = prompt + settings.search_max_new_tokens
-    if aggregates(config):
-        quoted = settings.set_size * settings.search_max_new_tokens
-        longest = max(longest, prompt + frame + quoted + settings.aggregation_max_new_tokens)
+    for number, level in enumerate(levels_of(config) if aggregates(config) else [], start=1):
+        quoted = max(level.set_sizes) * max_new_tokens(config, number - 1)
+        longest = max(longest, prompt + frame + quoted + level.max_new_tokens)
     return longest
 
 

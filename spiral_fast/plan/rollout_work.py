@@ -42,10 +42,11 @@ class Requests(NamedTuple):
 
     search_prompt: int
     search: list[int]
-    aggregation: list[tuple[int, list[int]]]  # of each set: prompt, traces
+    aggregation: list[tuple[int, list[int]]]  # of each set, level by level: prompt, traces
     prompt_tokens: int  # of all requests
     prefill_tokens: int  # distinct ones
     prefill_pairs: int  # (query, key) pairs of them
+    sets: tuple[int, ...] = ()  # in each level above search; () = all are in one
 
 
 @dataclass
@@ -73,16 +74,19 @@ class RolloutWork:
 
 
 def requests_of(rollout: ProblemRollout) -> Requests:
-    prompts = [rollout.search[0].prompt, *(group[0].prompt for group in rollout.aggregation if group)]
+    levels = [[group for group in level.groups if group] for level in rollout.levels]
+    groups = [group for level in levels for group in level]
+    prompts = [rollout.search[0].prompt, *(group[0].prompt for group in groups)]
     tokens, offsets = Lists.of([np.asarray(prompt, np.int64) for prompt in prompts])
     tree = PrefixTree.build(tokens, offsets, np.zeros(len(tokens), bool))
     return Requests(
         len(prompts[0]),
         [len(trace.tokens) for trace in rollout.search],
-        [(len(group[0].prompt), [len(trace.tokens) for trace in group]) for group in rollout.aggregation if group],
+        [(len(group[0].prompt), [len(trace.tokens) for trace in group]) for group in groups],
         sum(len(trace.prompt) for trace in rollout.traces()),
         len(tree.tokens),
         int((tree.positions + 1).sum()),
+        tuple(map(len, levels)),
     )
 
 
@@ -128,7 +132,8 @@ class _Running(NamedTuple):
 def _decode(shape: Shape, problems: list[Requests], rates: Rates, limits: Limits, work: RolloutWork) -> None:
     """Between two finishing requests the batch is the same and its keys grow evenly: the mean pass stands for all."""
     queue = [(i, 0, deque(problem.search)) for i, problem in enumerate(problems)]  # a heap: older problems first
-    searching = [len(problem.search) for problem in problems]
+    waiting = [len(problem.search) for problem in problems]  # unfinished requests of the level a problem is at
+    next_groups = [_groups_by_level(problem) for problem in problems]
     running: list[_Running] = []
     sharers: Counter = Counter()  # running requests by (problem, group)
     now = number = held = prompts = prompts_unshared = begins = 0  # prompts: keys of the running requests' prompts
@@ -172,8 +177,15 @@ def _decode(shape: Shape, problems: list[Requests], rates: Rates, limits: Limits
             last = not sharers[done.problem, done.group]
             held -= done.room + (done.prompt if last else 0)
             prompts -= done.prompt if last else 0
-            if done.group == 0:
-                searching[done.problem] -= 1
-                if not searching[done.problem]:
-                    for k, (_, traces) in enumerate(problems[done.problem].aggregation, start=1):
-                        heapq.heappush(queue, (done.problem, k, deque(traces)))
+            waiting[done.problem] -= 1
+            if not waiting[done.problem] and next_groups[done.problem]:
+                for group, lengths in next_groups[done.problem].popleft():
+                    waiting[done.problem] += len(lengths)
+                    heapq.heappush(queue, (done.problem, group, deque(lengths)))
+
+
+def _groups_by_level(problem: Requests) -> deque[list[tuple[int, list[int]]]]:
+    """Of each level above search its groups: number, lengths of the traces."""
+    groups = [(number, traces) for number, (_, traces) in enumerate(problem.aggregation, start=1)]
+    ends = np.cumsum(problem.sets or [len(groups)]).tolist()
+    return deque(groups[first:end] for first, end in zip([0, *ends], ends, strict=False))

@@ -10,11 +10,12 @@ import numpy as np
 from spiral_fast.algorithms import ALGORITHMS
 from spiral_fast.config import Config, ConfigError
 from spiral_fast.credit import credit_of
+from spiral_fast.levels import levels_of, max_new_tokens
 from spiral_fast.plan.lengths import Lengths
 from spiral_fast.prompts.text import TextPrompts
 from spiral_fast.rollout.engine import Completion, Request, TokenCounts
 from spiral_fast.rollout.two_stage import draw_sets, roll_out
-from spiral_fast.trace import AGGREGATION, SEARCH, Problem, ProblemRollout, Trace, TraceKey
+from spiral_fast.trace import SEARCH, Aggregated, Problem, ProblemRollout, Trace, TraceKey
 
 VOCABULARY = 100_000  # ids that noise is drawn from: chance agreements stay as rare as in text
 CHARACTERS = 4  # of a token of the templates' English
@@ -41,12 +42,12 @@ class Simulated:
         settings = self.config.rollout
         rollout = ProblemRollout(_problem(draw), draw, [], np.zeros((0, 0), np.int64), [])
         rollout.search = [self._outline(TraceKey(str(draw), SEARCH, -1, i)) for i in range(settings.n_search)]
-        if settings.n_sets:
-            rollout.sets = draw_sets(rollout, self.config)
-            rollout.aggregation = [
-                [self._outline(TraceKey(str(draw), AGGREGATION, k, j)) for j in range(settings.n_aggregations)]
-                for k in range(len(rollout.sets))
+        for number, level in enumerate(levels_of(self.config), start=1):
+            keys = [
+                [TraceKey(str(draw), number, k, j) for j in range(level.n_aggregations)] for k in range(level.all_sets)
             ]
+            groups = [[self._outline(key) for key in of_set] for of_set in keys]
+            rollout.add_level(Aggregated(draw_sets(rollout, self.config, number), groups))
         self._credit(rollout)
         return rollout
 
@@ -64,8 +65,7 @@ class Simulated:
         return found
 
     def length(self, key: TraceKey) -> int:
-        settings = self.config.rollout
-        most = settings.search_max_new_tokens if key.level == SEARCH else settings.aggregation_max_new_tokens
+        most = max_new_tokens(self.config, key.level)
         return int(self.workload.lengths.sample(_random(key, 0), key.level, 1, most)[0])
 
     def _outline(self, key: TraceKey) -> Trace:

@@ -7,10 +7,17 @@ import pytest
 
 from spiral_fast.config import Config, ConfigError, load_config
 from spiral_fast.plan.lengths import parse_lengths, usual_lengths
+from spiral_fast.plan.plan import longest_sequence
 from spiral_fast.plan.simulated import Simulated, Workload, liveness
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 NO_TARGETS = "credit.search_target_length=null", "credit.aggregation_target_length=null"
+
+THREE_LEVELS = (
+    *NO_TARGETS,
+    "rollout.levels=[{n_sets: 8, set_size: [1, 2], n_aggregations: 1, max_new_tokens: 40}, "
+    "{n_sets: 4, set_size: 2, n_aggregations: 3, max_new_tokens: 25}]",
+)
 
 
 def config_of(*overrides: str, name: str = "paper_qwen3_4b") -> Config:
@@ -39,6 +46,18 @@ def test_rollouts_are_the_outlines_with_tokens():
             start = [token for i in members for token in rollout.search[i].tokens]
             kept = iter(group[0].prompt)
             assert all(token in kept for token in start)  # the candidates' ids verbatim, in order
+
+
+def test_levels_are_simulated_as_they_are_rolled_out():
+    of = simulated(*THREE_LEVELS)
+    (rollout,), outline = of.rollouts([2]), of.outline(2)
+    assert [trace.key for trace in rollout.traces()] == [trace.key for trace in outline.traces()]
+    assert [trace.credit for trace in rollout.traces()] == [trace.credit for trace in outline.traces()]
+    lengths = [len(trace.tokens) for trace in rollout.traces()]
+    assert lengths == [len(trace.tokens) for trace in outline.traces()]
+    assert [len(level.population()) for level in rollout.levels] == [16, 12]
+    assert max(lengths[8:24]) <= 40 and max(lengths[24:]) <= 25
+    assert longest_sequence(of.config) == 1024 + 256 + 2 * 4096 + 40
 
 
 def test_a_trace_above_l_max_is_cut():

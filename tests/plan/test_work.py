@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from spiral_fast.plan.rollout_work import STEP_SECONDS, Limits, Rates, Requests,
 from spiral_fast.plan.shape import shape_of
 from spiral_fast.plan.simulated import Simulated, Workload
 from spiral_fast.trace import SEARCH
-from tests.plan.test_simulated import config_of, simulated
+from tests.plan.test_simulated import THREE_LEVELS, config_of, simulated
 
 SHAPE = shape_of(empty_model(ModelConfig(path="-"), Path(__file__).parent / "qwen3_4b"))
 
@@ -87,10 +88,21 @@ def test_requests_of_a_problem():
     assert found.search == [len(trace.tokens) for trace in rollout.search]
 
 
+def levels_of_requests(problem: Requests) -> list[list[tuple[int, int, int]]]:
+    """Of each level: (group, prompt, length) of its requests."""
+    groups = [[(k, prompt, n) for n in traces] for k, (prompt, traces) in enumerate(problem.aggregation, 1)]
+    levels = [[(0, problem.search_prompt, n) for n in problem.search]]
+    for n_sets in problem.sets:
+        levels.append([request for group in groups[:n_sets] for request in group])
+        groups = groups[n_sets:]
+    return levels
+
+
 def decode_by_passes(problems: list[Requests], limits: Limits) -> dict[str, float]:
     """One pass at a time, every running request looked at."""
     waiting = [(p, 0, problem.search_prompt, n) for p, problem in enumerate(problems) for n in problem.search]
     running, done = [], [0] * len(problems)
+    of_levels = [levels_of_requests(problem) for problem in problems]
     total = dict(passes=0, bytes=0.0, unshared=0.0, flops=0.0, most=0)
     weights = SHAPE.matrix_numbers + SHAPE.vocabulary * SHAPE.hidden
     while waiting or running:
@@ -114,17 +126,21 @@ def decode_by_passes(problems: list[Requests], limits: Limits) -> dict[str, floa
             r["own"] += 1
         for r in [r for r in running if r["own"] == r["n"]]:
             running.remove(r)
-            done[r["p"]] += r["group"] == 0
-            if r["group"] == 0 and done[r["p"]] == len(problems[r["p"]].search):
-                of = problems[r["p"]].aggregation
-                waiting += [(r["p"], k, prompt, n) for k, (prompt, traces) in enumerate(of, 1) for n in traces]
-                waiting.sort(key=lambda request: request[:2])  # older problems first; stable
+            p = r["p"]
+            done[p] += 1
+            for number, below in enumerate(accumulate(map(len, of_levels[p][:-1])), start=1):
+                if done[p] == below:
+                    waiting += [(p, *request) for request in of_levels[p][number]]
+                    waiting.sort(key=lambda request: request[:2])  # older problems first; stable
     return total
 
 
+@pytest.mark.parametrize("levels", [(), THREE_LEVELS])
 @pytest.mark.parametrize("limits", [Limits(256, 10**9, 512), Limits(10, 10**9, 512), Limits(256, 1500, 512)])
-def test_decode_pass_by_pass(limits):
-    problems = [requests_of(rollout) for rollout in simulated(lengths="uniform:3:30").rollouts([0, 1, 2, 3])]
+def test_decode_pass_by_pass(limits, levels):
+    of = simulated(*levels, lengths="uniform:3:30")
+    problems = [requests_of(rollout) for rollout in of.rollouts([0, 1, 2, 3])]
+    assert [len(problem.sets) for problem in problems] == [2 if levels else 1] * 4
     found = rollout_work(SHAPE, problems, Rates(4e14, 2e12), limits)
     truth = decode_by_passes(problems, limits)
     assert found.decode_passes == truth["passes"] and found.most_running == truth["most"]
