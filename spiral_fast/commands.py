@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -63,13 +64,14 @@ def short_errors(command: Callable) -> Callable:
     @functools.wraps(command)
     def run(*args, **kwargs):
         from spiral_fast.rewards.grader import GraderFailed, TooManyUngradable
+        from spiral_fast.ranks import RankLost
         from spiral_fast.rollout.engine import EngineFailed, PromptTooLong
 
         try:
             return command(*args, **kwargs)
         except ConfigError as error:
             _fail(error, 2)
-        except (EngineFailed, GraderFailed, TooManyUngradable, PromptTooLong, FloatingPointError) as error:
+        except (EngineFailed, GraderFailed, TooManyUngradable, PromptTooLong, FloatingPointError, RankLost) as error:
             _fail(error, 1)
         except ModuleNotFoundError as error:
             from spiral_fast.doctor import package_of
@@ -83,6 +85,8 @@ def short_errors(command: Callable) -> Callable:
 
             message = cannot_write(error)
             if message is None:
+                if who := _rank():
+                    typer.echo(f"{who}{type(error).__name__}", err=True)
                 raise
             _fail(f"{message}; what was written before is whole", 1)
 
@@ -90,8 +94,13 @@ def short_errors(command: Callable) -> Callable:
 
 
 def _fail(message: object, code: int) -> None:
-    typer.echo(f"error: {message}", err=True)
+    typer.echo(f"{_rank()}error: {message}", err=True)
     raise typer.Exit(code)
+
+
+def _rank() -> str:
+    """Whose words these are, where torchrun started several processes."""
+    return f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
 
 
 def _version(wanted: bool) -> None:
@@ -133,11 +142,16 @@ def train(
 
     spiral-fast train --resume runs/short
 
+    On several GPUs, one process each (docs/multi_gpu.md):
+
+    torchrun --nproc-per-node 8 -m spiral_fast train configs/paper_qwen3_4b.yaml
+
     To debug the learner without sampling anything:
 
     spiral-fast train configs/demo.yaml --replay runs/short run_dir=runs/again
     """
     overrides = overrides or []
+    from spiral_fast import ranks
     from spiral_fast.interrupts import sigterm_raises
     from spiral_fast.record.files import holds_run, refuse_other_run, refuse_unwritable
     from spiral_fast.record.writers.writers import refuse_missing_writers
@@ -180,7 +194,9 @@ def train(
         if not holds_run(Path(settings.run_dir)):
             raise
         _fail(f"{error}\n{_how_to_go_on(Path(settings.run_dir))}", 1)
-    typer.echo(f"report {folder / 'report.html'}")
+    if not ranks.rank():
+        typer.echo(f"report {folder / 'report.html'}")
+    ranks.leave()
 
 
 def _stopped(settings: Config, dry_run: bool, interrupt: KeyboardInterrupt) -> None:
@@ -189,6 +205,8 @@ def _stopped(settings: Config, dry_run: bool, interrupt: KeyboardInterrupt) -> N
 
     folder = Path(settings.run_dir)
     word, code = ("terminated", 143) if isinstance(interrupt, Terminated) else ("interrupted", 130)
+    if _rank() not in ("", "rank 0: "):  # rank 0 says it, once
+        raise typer.Exit(code)
     if dry_run or not holds_run(folder):
         _fail(f"{word} before the run began; nothing was written", code)
     _fail(f"{word}; {_how_to_go_on(folder)}", code)
@@ -449,6 +467,8 @@ def serve(
         from spiral_fast.interrupts import Terminated
 
         word, code = ("terminated", 143) if isinstance(interrupt, Terminated) else ("interrupted", 130)
+    if _rank() not in ("", "rank 0: "):  # rank 0 says it, once
+        raise typer.Exit(code)
         _fail(f"{word}; the server is stopped", code)
 
 

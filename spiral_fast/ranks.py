@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -42,6 +43,12 @@ def join(device_type: str) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo", timeout=TIMEOUT)
 
 
+def leave() -> None:
+    """At the end of a run that joined."""
+    if "RANK" in os.environ and dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
@@ -53,7 +60,8 @@ def size() -> int:
 def sum_over(tensor: torch.Tensor) -> torch.Tensor:
     """Add up `tensor` over the ranks, in place; every rank has the same bits afterwards."""
     if size() > 1:
-        dist.all_reduce(tensor)
+        with _others_alive():
+            dist.all_reduce(tensor)
     return tensor
 
 
@@ -69,18 +77,23 @@ def gather(value: Any) -> list[Any]:
     if size() == 1:
         return [value]
     gathered: list[Any] = [None] * size()
-    dist.all_gather_object(gathered, value)
+    with _others_alive():
+        dist.all_gather_object(gathered, value)
     return gathered
 
 
-def on_each(work: Callable[[], Made]) -> list[Made]:
-    """What `work()` makes on each rank, on every rank, in the order of the ranks. What it raises on some rank is raised
-    on every one when all have finished; of several errors that of the lowest rank. Ctrl-C passes at once."""
+def on_each(work: Callable[[], Made], *, among: int | None = None) -> list[Made | None]:
+    """What `work()` makes on each rank, or on the first `among` alone, on every rank, in the order of the ranks. Inside
+    `work` ranks must not meet.
+
+    What it raises on some rank is raised on every one when all have finished; of several errors that of the lowest
+    rank. Ctrl-C passes at once: the process ends, and with it those that wait for it."""
     if size() == 1:
         return [work()]
     made = error = None
     try:
-        made = work()
+        if rank() < (among or size()):
+            made = work()
     except Exception as raised:
         error = raised
     parts = gather((made, _Carried.of(error) if error else None))
@@ -94,11 +107,12 @@ def share_out(
     work: Callable[[list[Item]], list[Made]], items: Sequence[Item], *, among: int | None = None
 ) -> list[Made]:
     """`work(items)`, which gives one result an item, shared out: rank r works on items r, r + n, r + 2 n, ... of n
-    ranks, or of `among`: the others have none. Every rank returns all results, in order; errors as `on_each`."""
+    ranks, or of `among`; a rank without items does not work. Every rank returns all results, in order. Errors are as
+    in `on_each`."""
     if size() == 1:
         return work(list(items))
-    n = among or size()
-    parts = on_each(lambda: work(list(items[rank() :: n])) if rank() < n else [])
+    n = min(among or size(), len(items))
+    parts = on_each(lambda: work(list(items[rank() :: n])), among=n) if n else []
     results: list[Any] = [None] * len(items)
     for number in range(n):
         results[number::n] = parts[number]
@@ -107,7 +121,25 @@ def share_out(
 
 def from_first(ask: Callable[..., Made], *args: Any) -> Made:
     """`ask(*args)` of rank 0, which alone is asked, on every rank; what it raises there is raised everywhere."""
-    return on_each(lambda: ask(*args) if rank() == 0 else None)[0]
+    return on_each(lambda: ask(*args), among=1)[0]
+
+
+def total(value: Any) -> Any:
+    """The sum of what each rank gave, in the order of the ranks: the same bits on each."""
+    first, *others = gather(value)
+    return sum(others, first)
+
+
+class RankLost(RuntimeError):
+    """Another rank ended, or hangs. What rank 0 has saved is whole, so that the run can be resumed."""
+
+
+@contextmanager
+def _others_alive() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankLost(f"another rank ended while this one waited for it ({str(error).splitlines()[0]})") from error
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from spiral_fast import ranks
 from spiral_fast.algorithms import ALGORITHMS
 from spiral_fast.config import Config, ConfigError
 from spiral_fast.learner.model import LoadedModel, load_model, load_tokenizer
@@ -23,19 +24,24 @@ class SetUp:
     worst: WorstCase  # longest sequences that can come up, tokens
 
 
-def set_up(config: Config, *, shard: bool = False) -> SetUp:
+def set_up(config: Config, *, trains: bool = False) -> SetUp:
     """Problems, model with a seeded adapter, prompts; refuses what could not fit. Raises ConfigError.
 
-    shard: where learner.fsdp asks for it, the model is loaded into FSDP's shards, never whole: for a run that trains.
+    trains: first meet the other ranks of torchrun; where learner.fsdp asks for it, the model is then loaded into FSDP's
+    shards, never whole.
     """
     device = device_of(config)
+    if trains:
+        ranks.join(device)
+    elif ranks.launched() > 1:
+        raise ConfigError(f"torchrun: {ranks.launched()} ranks: only `train` shares its work among them")
     backends(config, device)
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)  # of the fresh adapter
     problems = load_problems(config, lambda: make_prompts(config, load_tokenizer(config.model.path)))
     learner = config.learner
-    loaded = load_model(config.model, device, shard=shard and learner.fsdp, offload_base=learner.offload_base)
+    loaded = load_model(config.model, device, shard=trains and learner.fsdp, offload_base=learner.offload_base)
     prompts = make_prompts(config, loaded.tokenizer)
     both = [*problems.train, *problems.eval]
     worst = check_fits(config, prompts, both, loaded.max_context, cuda=device == "cuda")

@@ -43,7 +43,7 @@ def sample(config: Config, parts: SetUp, n_problems: int) -> Rollouts:
     warm_start(config, learner, parts.prompts, parts.problems)
     engine, credit = make_engine(config, parts.loaded), credit_of(config)
     drawn = [(i, parts.problems.train[i]) for i in range(n_problems)]
-    with make_grader(config) as grader, Grading(grader, config) as grading:
+    with make_grader(config) as grader, Grading(grader) as grading:
         rollouts = roll_out(engine, parts.prompts, drawn, config, on_trace=grading.submit)
         grading.finish(rollouts)
     engine.close()

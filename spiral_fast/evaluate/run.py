@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from spiral_fast import ranks
 from spiral_fast.config import Config
-from spiral_fast.evaluate.measure import measure
+from spiral_fast.evaluate.measure import Measured, measure
 from spiral_fast.evaluate.sampling import Sampler, n_traces
 from spiral_fast.evaluate.summary import summarise
 from spiral_fast.prompts import Prompts
@@ -32,10 +33,15 @@ def evaluate(
     correct traces after t steps (pass@1). Nothing is sampled twice.
     The random streams depend on the run's seed and not on `step`, which is only recorded: the same policy gives the
     same result. `progress` is called with (traces done, traces in all). Works the same for GRPO runs.
+
+    On several ranks each samples its share of the problems, and all return the whole.
     """
-    on_trace = counter(len(problems) * n_traces(config), progress)
-    samples = Sampler(config, engine, prompts, grader, on_trace).everything(problems)
-    return summarise([measure(one, config) for one in samples], config, step)
+
+    def share(mine: list[Problem]) -> list[Measured]:
+        on_trace = counter(len(mine) * n_traces(config), progress)
+        return [measure(one, config) for one in Sampler(config, engine, prompts, grader, on_trace).everything(mine)]
+
+    return summarise(ranks.share_out(share, problems, among=engine.asked_by), config, step)
 
 
 def counter(total: int, progress: Callable[[int, int], None] | None, done: int = 0) -> Callable[[], None]:

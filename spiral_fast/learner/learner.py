@@ -139,7 +139,7 @@ class Learner:
             loss = -self.policy(packed, 1.0).logp.sum() / n_tokens * bool(part)
             loss.backward()
             total += loss.item()
-        total = sum(ranks.gather(total))
+        total = ranks.total(total)
         for name, value in (("cross-entropy", total), ("gradient norm", norm(self._sum_gradients()))):
             if not math.isfinite(value):
                 self._supervised_optimiser.zero_grad()

@@ -1,6 +1,6 @@
 """Checkpoints of a run: each written aside, sealed by digests and then renamed; the newest whole one is found again.
 
-A folder checkpoints/step_N holds what the learner saves (a PEFT adapter, the optimiser's moments, its counters),
+A folder checkpoints/step_N holds what the learner saves (PEFT adapters, the optimiser's moments, its counters),
 run.json (a Position, a digest of the problems, what must stay of the config) and digests.json. There is no other state:
 every random stream of a run derives from its seed and the number of the draw or step.
 """
@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from spiral_fast import ranks
 from spiral_fast.config import Config, ConfigError
 from spiral_fast.interrupts import interrupts_held
 from spiral_fast.record.files import by_step, sync, write_json, writing
@@ -23,7 +24,7 @@ from spiral_fast.resume import fixed_values
 if TYPE_CHECKING:
     from spiral_fast.learner.learner import Learner
 
-DIGESTS = "digests.json"  # sha256 of every other file of the folder
+DIGESTS = "digests.json"  # sha256 of every other file in the folder
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,9 @@ class Checkpoints:
 
     def save(self, position: Position, learner: Learner) -> None:
         """Write the checkpoint of `position`, then remove those that need not be kept. Raises CannotWrite on a full
-        disk: older checkpoints are whole then."""
+        disk: older checkpoints are whole then. Of several ranks the first alone writes, and waits for no other."""
+        if ranks.rank():
+            return
         target = self.path(position.step)
         aside = target.with_name(f".{target.name}.aside")
         with interrupts_held(), writing(target):
@@ -56,7 +59,7 @@ class Checkpoints:
                 content = asdict(position) | {"problems": self.problems, "config": fixed_values(self.config)}
                 (aside / "run.json").write_text(json.dumps(content) + "\n")
                 (aside / DIGESTS).write_text(json.dumps(_digests(aside), indent=1) + "\n")
-                for file in [*aside.iterdir(), aside]:
+                for file in [*aside.rglob("*"), aside]:
                     sync(file)
                 shutil.rmtree(target, ignore_errors=True)  # one that a resumed run found damaged
                 aside.rename(target)
@@ -67,10 +70,20 @@ class Checkpoints:
 
     def restore(self, learner: Learner, recorded: int) -> Position | None:
         """Put the newest whole checkpoint into the learner and say which; damaged ones are named and passed over. None
-        when nothing was recorded either: the run starts anew.
+        when nothing was recorded either: the run starts anew. Of several ranks the first looks for it, all read it.
 
         Raises ConfigError, before anything is changed, when that would throw recorded steps or whole checkpoints away
         (metrics.jsonl ends at step `recorded`), and when the problems differ from those of the run."""
+        found = ranks.from_first(self._newest, recorded)
+        if found is None:
+            self.say("no checkpoint yet: the run starts anew")
+            return None
+        position, folder = found
+        learner.restore(folder)
+        self.say(f"resumed from {folder}")
+        return position
+
+    def _newest(self, recorded: int) -> tuple[Position, Path] | None:
         for folder in reversed(by_step(self.folder).values()):
             if flaw := flaw_of(folder):
                 self.say(f"checkpoint {folder.name} is passed over: {flaw}")
@@ -86,15 +99,12 @@ class Checkpoints:
                 raise ConfigError(f"--resume: the problems are not those that {folder} was made with; restore the data")
             for aside in self.folder.glob(".step_*.aside"):  # left by a killed process
                 shutil.rmtree(aside)
-            learner.restore(folder)
-            self.say(f"resumed from {folder}")
-            return position
+            return position, folder
         if recorded:
             raise ConfigError(
                 f"--resume: {self.folder} holds no whole checkpoint, but {recorded} steps are recorded: restore one, "
                 "or begin a new run in another folder"
             )
-        self.say("no checkpoint yet: the run starts anew")
         return None
 
     def mark_best(self, best: dict | None) -> None:
@@ -149,8 +159,9 @@ def flaw_of(folder: Path) -> str | None:
 
 def _digests(folder: Path) -> dict[str, str]:
     digests = {}
-    for file in sorted(folder.iterdir()):
-        if file.name != DIGESTS:
+    for file in sorted(folder.rglob("*")):
+        name = file.relative_to(folder).as_posix()
+        if name != DIGESTS and file.is_file():
             with file.open("rb") as content:
-                digests[file.name] = hashlib.file_digest(content, "sha256").hexdigest()
+                digests[name] = hashlib.file_digest(content, "sha256").hexdigest()
     return digests

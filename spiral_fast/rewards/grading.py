@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 
 from spiral_fast.config import Config
-from spiral_fast.rewards.grader import Grader, Verdict, check_finite, check_ungradable
+from spiral_fast.rewards.grader import Grader, Item, Verdict, check_finite, check_ungradable
 from spiral_fast.trace import Problem, ProblemRollout, Trace
 
 
@@ -16,27 +16,28 @@ class Grading:
     The result depends neither on when nor on whether a trace was submitted: `finish` grades what is left.
     """
 
-    def __init__(self, grader: Grader, config: Config):
-        self.grader, self.config = grader, config
+    def __init__(self, grader: Grader):
+        self.grader = grader
         self._verdicts: list[Future[Verdict]] = []  # held, so that equal answers are graded once
 
     def submit(self, problem: Problem, trace: Trace) -> None:
         """Begin to grade the completion of one trace; returns at once."""
         self._verdicts.append(self.grader.submit(problem, trace.text, trace.finish_reason))
 
-    def finish(self, rollouts: Sequence[ProblemRollout]) -> None:
-        """Wait, then fill reward, verdict and answer of every trace.
+    def finish(self, rollouts: Sequence[ProblemRollout]) -> list[list[Verdict]]:
+        """Wait, then fill reward, verdict and answer of every trace. Returns the verdicts of each problem's traces.
 
-        Raises what a grading raised, and, with the traces filled, NonFiniteReward or TooManyUngradable.
+        Raises what a grading raised, and, with the traces filled, NonFiniteReward.
         """
-        traces = [(rollout.problem, trace) for rollout in rollouts for trace in rollout.traces()]
-        items = [(problem, trace.text, trace.finish_reason) for problem, trace in traces]
+        traces = [trace for rollout in rollouts for trace in rollout.traces()]
+        items = items_of(rollouts)
         verdicts = self.grader.grade(items)
         self._verdicts = []
-        for (_, trace), verdict in zip(traces, verdicts, strict=True):
+        for trace, verdict in zip(traces, verdicts, strict=True):
             trace.reward, trace.verdict, trace.answer = verdict.reward, verdict.verdict, verdict.answer
         check_finite(items, verdicts)
-        check_ungradable(items, verdicts, self.config)
+        following = iter(verdicts)
+        return [[next(following) for _ in rollout.traces()] for rollout in rollouts]
 
     def __enter__(self) -> Grading:
         return self
@@ -46,3 +47,13 @@ class Grading:
         for verdict in self._verdicts:
             verdict.cancel()
         self._verdicts = []
+
+
+def check_graded(graded: Sequence[tuple[ProblemRollout, list[Verdict]]], config: Config) -> None:
+    """Raise TooManyUngradable by the answers of all these problems, with what `finish` returned of each."""
+    verdicts = [verdict for _, of_problem in graded for verdict in of_problem]
+    check_ungradable(items_of([rollout for rollout, _ in graded]), verdicts, config)
+
+
+def items_of(rollouts: Sequence[ProblemRollout]) -> list[Item]:
+    return [(rollout.problem, t.text, t.finish_reason) for rollout in rollouts for t in rollout.traces()]

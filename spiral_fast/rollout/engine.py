@@ -42,6 +42,9 @@ class TokenCounts:
     computed: int = 0
     generated: int = 0
 
+    def __add__(self, other: TokenCounts) -> TokenCounts:
+        return type(self)(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
     def __sub__(self, other: TokenCounts) -> TokenCounts:
         return type(self)(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
@@ -50,6 +53,7 @@ class Engine(Protocol):
     name: str
     per_request_seed: bool  # same seed and prompt give the same trace whatever else is in the batch (up to rounding)
     bitwise_resume: bool  # the same calls in the same order give the same bits in a new process
+    asked_by: int | None  # of several ranks; None: each has an engine of its own; 1: rank 0 asks for all
     max_context: int  # tokens; prompt + max_new_tokens above it raises PromptTooLong
     counts: TokenCounts
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from spiral_fast.config import BatchConfig
 from spiral_fast.trace import Problem, ProblemRollout
 
 
@@ -36,17 +37,14 @@ def fill_live_batch(
     batch: LiveBatch,
     draws: Iterator[tuple[int, Problem]],
     score: Callable[[list[tuple[int, Problem]]], list[ProblemRollout]],
-    *,
-    live_problems: int,
-    round_problems: int,
-    max_rounds: int,
+    settings: BatchConfig,
 ) -> None:
     """Roll out and credit rounds of problems into the empty `batch`: until `live_problems` live or `max_rounds` made.
 
     `score` samples, grades and credits the problems of one round and keeps their order. The batch may stay short, or
     empty: the step then goes on with what there is. When `score` raises, the batch holds the rounds before.
     """
-    while len(batch.live) < live_problems and batch.rounds < max_rounds:
+    while len(batch.live) < settings.live_problems and batch.rounds < settings.max_rounds:
         batch.rounds += 1
-        for rollout in score([next(draws) for _ in range(round_problems)]):
-            batch.add(rollout, live_problems)
+        for rollout in score([next(draws) for _ in range(settings.round_problems or settings.live_problems)]):
+            batch.add(rollout, settings.live_problems)

@@ -40,6 +40,7 @@ class MaxEngine:
     name = "max"
     per_request_seed = True
     bitwise_resume = True
+    asked_by = None
 
     def __init__(self, max_context: int = 64):
         self.max_context = max_context

@@ -22,7 +22,7 @@ from spiral_fast.rollout.engine import NonFiniteLogits, Request
 from spiral_fast.trace import TraceKey
 from tests.learner.test_engine_agreement import largest_gap, sample
 from tests.learner.test_two_adapters import loaded_two
-from tests.learner.tiny import CONTEXT, RAGGED, config, loaded, make_rows, plain_peft
+from tests.learner.tiny import CONTEXT, RAGGED, config, make_rows, plain_peft
 
 FLOAT = torch.float32
 
@@ -94,7 +94,8 @@ def others(folder: Path) -> dict[str, Any]:
     prompts = [row.prompt for row in RAGGED]
     mine = sample(learner, sharded.model, sharded.eos_token_ids, prompts[ranks.rank() :], 1.0)
     FSDPModule.unshard = unshard
-    found["one unshard a rollout"] = len(calls) == len({id(module) for module in calls}) == 1 + 2
+    # of the root and both layers; one rank has whole weights anyway
+    found["one unshard a rollout"] = len(calls) == len({id(x) for x in calls}) == (3 if ranks.size() > 1 else 0)
     found["engine agrees"] = float(largest_gap(learner, ranks.gather(mine)[0])) < 1e-4
 
     two = Learner(config(**FINITE, fsdp=True), loaded_two(FLOAT))

@@ -124,7 +124,7 @@ def test_a_reward_that_is_not_finite_stops_with_the_problems(number):
         trace = Trace(TraceKey(f"p{draw}", 0, -1, 0), [1], [1], None, "stop", 0, text)
         rollouts.append(ProblemRollout(Problem(f"p{draw}", "q", "a"), draw, [trace], [], []))
     with make_grader(config) as grader, pytest.raises(NonFiniteReward, match="'p1'.*mend reward.function") as error:
-        Grading(grader, config).finish(rollouts)
+        Grading(grader).finish(rollouts)
     assert error.value.problems == ["p1"] and not math.isfinite(rollouts[1].search[0].reward)
 
 

@@ -15,7 +15,7 @@ from spiral_fast.config import Config
 from spiral_fast.rewards import Grader, NonFiniteReward, TooManyUngradable, Verdict
 from spiral_fast.rewards.exact import ExactGrader
 from spiral_fast.rewards.function import FunctionGrader
-from spiral_fast.rewards.grading import Grading
+from spiral_fast.rewards.grading import Grading, check_graded
 from spiral_fast.rewards.math import MathGrader
 from spiral_fast.trace import AGGREGATION, SEARCH, Problem, ProblemRollout, Trace, TraceKey
 
@@ -67,7 +67,7 @@ def test_verdicts_in_the_order_of_traces_whatever_was_submitted(submitted):
     traces = [(rollout.problem, trace) for rollout in rollouts for trace in rollout.traces()]
     random.Random(0).shuffle(traces) if submitted == "shuffled" else None
     with ExactGrader() as grader:
-        grading = Grading(grader, config_of())
+        grading = Grading(grader)
         for problem, trace in {"none": [], "some": traces[1::2]}.get(submitted, traces):
             grading.submit(problem, trace)
         grading.finish(rollouts)
@@ -83,7 +83,7 @@ def test_equal_answers_of_one_grading_are_graded_once_even_when_the_first_is_don
         for process in grader._processes:
             process.ask = lambda request, ask=process.ask: asked.append(request) or ask(request)
         for _ in range(2):  # a new grading grades anew
-            grading = Grading(grader, config_of())
+            grading = Grading(grader)
             for rollout in rollouts:
                 for trace in rollout.traces():
                     grading.submit(rollout.problem, trace)
@@ -100,7 +100,7 @@ def test_rewards_that_are_not_finite_name_their_problems():
         "\\boxed{inf}": Verdict(-math.inf, "wrong", "7"),
     }
     with pytest.raises(NonFiniteReward, match="'b', 'c', 'd'") as error:
-        Grading(Table(table), config_of()).finish(rollouts)
+        Grading(Table(table)).finish(rollouts)
     assert error.value.problems == ["b", "c", "d"] and isinstance(error.value, FloatingPointError)
     assert rollouts[0].search[0].reward == 1.0 and math.isnan(rollouts[1].search[0].reward)  # filled, for the record
 
@@ -108,10 +108,11 @@ def test_rewards_that_are_not_finite_name_their_problems():
 def test_the_share_of_ungradable_answers_is_that_of_the_whole_grading():
     table = {"\\boxed{7}": RIGHT, "\\boxed{8}": Verdict(0.0, "could_not_grade", "8", "it died")}
     rollouts = rollouts_of({"a": ["7", "8"], "b": ["7", "7"]})
-    Grading(Table(table), config_of(max_ungradable=0.25)).finish(rollouts)
+    graded = list(zip(rollouts, Grading(Table(table)).finish(rollouts), strict=True))
+    check_graded(graded, config_of(max_ungradable=0.25))
     assert rollouts[0].aggregation[0][0].verdict == "could_not_grade"
     with pytest.raises(TooManyUngradable, match="1 of 4 answers.*'a' \\(it died\\)"):
-        Grading(Table(table), config_of(max_ungradable=0.24)).finish(rollouts)
+        check_graded(graded, config_of(max_ungradable=0.24))
 
 
 def test_an_exception_in_a_grading_thread_reaches_finish():
@@ -122,7 +123,7 @@ def test_an_exception_in_a_grading_thread_reaches_finish():
             raise OSError("no more file descriptors")
 
         grader._processes[0].ask = fail
-        grading = Grading(grader, config_of())
+        grading = Grading(grader)
         for trace in rollouts[0].traces():
             grading.submit(rollouts[0].problem, trace)
         with pytest.raises(OSError, match="file descriptors"):
@@ -136,7 +137,7 @@ def test_what_is_left_before_it_begins_is_never_graded_and_can_be_asked_for_agai
         (process,) = grader._processes
         ask = process.ask
         process.ask = lambda request: go.wait(60) and (asked.append(request[2]) or ask(request))
-        with pytest.raises(FloatingPointError), Grading(grader, config_of()) as grading:
+        with pytest.raises(FloatingPointError), Grading(grader) as grading:
             for trace in rollout.traces():
                 grading.submit(rollout.problem, trace)
             raise FloatingPointError("the engine failed")

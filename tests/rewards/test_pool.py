@@ -230,7 +230,7 @@ config = Config.model_validate(
 )
 with FunctionGrader(reward, behaviours) as grader:
     print(*[process.process.pid for process in grader._processes], flush=True)
-    grading, rollouts = Grading(grader, config), []
+    grading, rollouts = Grading(grader), []
     for i in range(6 if behaviour else 0):
         problem = Problem(f"p{i}", behaviour, "", {"seconds": 600} if behaviour == "slow" else {})
         trace = Trace(TraceKey(problem.id, 0, -1, 0), [1], [1], None, "stop", 0, f"{i}")

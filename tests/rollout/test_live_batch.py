@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
+from spiral_fast.config import BatchConfig
 from spiral_fast.rollout.live_batch import LiveBatch, fill_live_batch
 from spiral_fast.trace import SEARCH, Problem, ProblemRollout, Trace, TraceKey
 
@@ -24,7 +25,8 @@ def fill(alive: list[bool], *, target: int, per_round: int, max_rounds: int):
 
     draws = ((draw, Problem(str(draw), "", "")) for draw in itertools.count())
     batch = LiveBatch()
-    fill_live_batch(batch, draws, score, live_problems=target, round_problems=per_round, max_rounds=max_rounds)
+    settings = BatchConfig(live_problems=target, round_problems=per_round, max_rounds=max_rounds)
+    fill_live_batch(batch, draws, score, settings)
     return batch, rounds, next(draws)[0]
 
 
@@ -65,5 +67,5 @@ def test_a_failing_round_leaves_the_rounds_before_it():
 
     draws = ((draw, Problem(str(draw), "", "")) for draw in itertools.count())
     with pytest.raises(FloatingPointError):
-        fill_live_batch(batch, draws, score, live_problems=8, round_problems=2, max_rounds=4)
+        fill_live_batch(batch, draws, score, BatchConfig(live_problems=8, round_problems=2, max_rounds=4))
     assert numbers(batch.live) == [0, 1] and batch.rounds == 2

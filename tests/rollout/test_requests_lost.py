@@ -93,7 +93,7 @@ def test_rewards_and_credits_are_those_of_an_undisturbed_round(parts):
     """Traces that were handed to the grader and then dropped change nothing."""
 
     def scored(engine, submitted):
-        with make_grader(CONFIG) as grader, Grading(grader, CONFIG) as grading:
+        with make_grader(CONFIG) as grader, Grading(grader) as grading:
 
             def submit(problem, trace):
                 submitted.append((problem.id, trace))

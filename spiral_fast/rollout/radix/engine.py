@@ -54,6 +54,7 @@ class RadixEngine:
 
     name = "radix"
     per_request_seed = True
+    asked_by = None
 
     def __init__(
         self,
