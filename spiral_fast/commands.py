@@ -64,14 +64,13 @@ def short_errors(command: Callable) -> Callable:
     @functools.wraps(command)
     def run(*args, **kwargs):
         from spiral_fast.rewards.grader import GraderFailed, TooManyUngradable
-        from spiral_fast.ranks import RankLost
         from spiral_fast.rollout.engine import EngineFailed, PromptTooLong
 
         try:
             return command(*args, **kwargs)
         except ConfigError as error:
             _fail(error, 2)
-        except (EngineFailed, GraderFailed, TooManyUngradable, PromptTooLong, FloatingPointError, RankLost) as error:
+        except (EngineFailed, GraderFailed, TooManyUngradable, PromptTooLong, FloatingPointError) as error:
             _fail(error, 1)
         except ModuleNotFoundError as error:
             from spiral_fast.doctor import package_of
@@ -151,7 +150,6 @@ def train(
     spiral-fast train configs/demo.yaml --replay runs/short run_dir=runs/again
     """
     overrides = overrides or []
-    from spiral_fast import ranks
     from spiral_fast.interrupts import sigterm_raises
     from spiral_fast.record.files import holds_run, refuse_other_run, refuse_unwritable
     from spiral_fast.record.writers.writers import refuse_missing_writers
@@ -194,6 +192,8 @@ def train(
         if not holds_run(Path(settings.run_dir)):
             raise
         _fail(f"{error}\n{_how_to_go_on(Path(settings.run_dir))}", 1)
+    from spiral_fast import ranks
+
     if not ranks.rank():
         typer.echo(f"report {folder / 'report.html'}")
     ranks.leave()

@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from spiral_fast.rollout.engine import EngineFailed
+
 Item, Made = TypeVar("Item"), TypeVar("Made")
 
 # How long a rank waits for the slowest: of a round's rollouts, or of an evaluation. A rank that died is noticed at
@@ -130,8 +132,8 @@ def total(value: Any) -> Any:
     return sum(others, first)
 
 
-class RankLost(RuntimeError):
-    """Another rank ended, or hangs. What rank 0 has saved is whole, so that the run can be resumed."""
+class RankLost(EngineFailed):
+    """Another rank ended, or hangs, and with it the engine it samples with."""
 
 
 @contextmanager
