@@ -117,7 +117,7 @@ def make_plan(config: Config, shape: Shape, workload: Workload, machines: Machin
     needed = config.batch.live_problems / seen.share
     rounds = min(-(-needed // round_problems), config.batch.max_rounds)
     drawn = int(rounds * round_problems)
-    outlines = [requests_of(rollout) for rollout in rollouts]
+    outlines = [requests_of(r, two_adapters=config.model.policy == "two_adapters") for r in rollouts]
     of_server = [outlines[i % len(outlines)] for i in range(-(-drawn // servers))]
     rates = Rates(machines.mfu * gpu.flops * server_gpus, machines.bandwidth * gpu.bandwidth * server_gpus)
     limits = Limits(settings.max_running, max(kv_tokens, longest), settings.prefill_chunk)

@@ -73,21 +73,27 @@ class RolloutWork:
         return self.prefill_seconds + self.decode_seconds
 
 
-def requests_of(rollout: ProblemRollout) -> Requests:
+def requests_of(rollout: ProblemRollout, *, two_adapters: bool = False) -> Requests:
+    """two_adapters: a search prompt's keys and values are of no use to an aggregation."""
     levels = [[group for group in level.groups if group] for level in rollout.levels]
     groups = [group for level in levels for group in level]
     prompts = [rollout.search[0].prompt, *(group[0].prompt for group in groups)]
-    tokens, offsets = Lists.of([np.asarray(prompt, np.int64) for prompt in prompts])
-    tree = PrefixTree.build(tokens, offsets, np.zeros(len(tokens), bool))
+    together = [prompts[:1], prompts[1:]] if two_adapters else [prompts]
+    trees = [_prefixes(some) for some in together if some]
     return Requests(
         len(prompts[0]),
         [len(trace.tokens) for trace in rollout.search],
         [(len(group[0].prompt), [len(trace.tokens) for trace in group]) for group in groups],
         sum(len(trace.prompt) for trace in rollout.traces()),
-        len(tree.tokens),
-        int((tree.positions + 1).sum()),
+        sum(len(tree.tokens) for tree in trees),
+        sum(int((tree.positions + 1).sum()) for tree in trees),
         tuple(map(len, levels)),
     )
+
+
+def _prefixes(prompts: list[list[int]]) -> PrefixTree:
+    tokens, offsets = Lists.of([np.asarray(prompt, np.int64) for prompt in prompts])
+    return PrefixTree.build(tokens, offsets, np.zeros(len(tokens), bool))
 
 
 def rollout_work(shape: Shape, problems: list[Requests], rates: Rates, limits: Limits) -> RolloutWork:

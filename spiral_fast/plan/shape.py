@@ -31,8 +31,8 @@ class Shape:
     adapted: frozenset[str]  # the parts of a decoder layer that the adapter is on: ATTENTION_PARTS, MLP_PARTS
     base_numbers: int  # of the frozen base; a tied head once
     layer_numbers: int  # of them in one decoder layer
-    adapter_numbers: int  # float32
-    matrix_numbers: int  # in products that every token passes: linear layers of the decoder, with the adapter
+    adapter_numbers: int  # float32; of both where there are two
+    matrix_numbers: int  # in products that every token passes: linear layers of the decoder, with one adapter
     max_context: int
     cost: Cost  # what learner/cost.py counts
 
@@ -80,14 +80,18 @@ def shape_of(model: PeftModel) -> Shape:
         vocabulary=weight.shape[0],
         element=weight.element_size(),
         query_key_norm=hasattr(layer.self_attn, "q_norm"),
-        rank=model.peft_config["default"].r,
+        rank=next(iter(model.peft_config.values())).r,
         adapted=frozenset(
             path.rpartition(".")[2] for path, module in layer.named_modules() if hasattr(module, "lora_A")
         ),
         base_numbers=frozen[True],
         layer_numbers=sum(p.numel() for p in layer.parameters() if not p.requires_grad),
         adapter_numbers=frozen[False],
-        matrix_numbers=sum(m.weight.numel() for m in layers.modules() if isinstance(m, nn.Linear)),
+        matrix_numbers=sum(
+            m.weight.numel() // (len(model.peft_config) if m.weight.requires_grad else 1)
+            for m in layers.modules()
+            if isinstance(m, nn.Linear)
+        ),
         max_context=config.max_position_embeddings,
         cost=cost_of(model),
     )

@@ -74,7 +74,11 @@ def test_what_is_planned_is_what_the_learner_reports():
 
 def test_an_empty_model_is_the_loaded_one_without_weights():
     config = ModelConfig(path="builtin:parts", dtype="float32")
-    assert shape_of(empty_model(config)) == shape_of(load_model(config, "cpu").model)
+    shape = shape_of(empty_model(config))
+    assert shape == shape_of(load_model(config, "cpu").model)
+    two = config.model_copy(update={"policy": "two_adapters"})
+    expected = replace(shape, adapter_numbers=2 * shape.adapter_numbers)  # held; a token passes one of them
+    assert shape_of(empty_model(two)) == shape_of(load_model(two, "cpu").model) == expected
 
 
 def test_requests_of_a_problem():
@@ -86,6 +90,10 @@ def test_requests_of_a_problem():
     distinct = {tuple(prompt[:n]) for prompt in prompts for n in range(1, len(prompt) + 1)}
     assert found.prefill_pairs == sum(map(len, distinct))
     assert found.search == [len(trace.tokens) for trace in rollout.search]
+    apart = requests_of(rollout, two_adapters=True)
+    of_search, of_aggregation = ([t.prompt for t in rollout.traces() if (t.key.level == 0) == s] for s in (True, False))
+    assert apart.prefill_tokens == prefixes(of_search) + prefixes(of_aggregation) > found.prefill_tokens
+    assert apart == found._replace(prefill_tokens=apart.prefill_tokens, prefill_pairs=apart.prefill_pairs)
 
 
 def levels_of_requests(problem: Requests) -> list[list[tuple[int, int, int]]]:
