@@ -121,6 +121,9 @@ def _memory(plan: Plan):
     totals = (f"{_gb(m.total)}{' (peak)' if m is peak else ''}" for m in plan.learner_moments)
     table.add_row("[bold]sum[/]", *totals, end_section=True)
     table.add_row("largest tree that fits, tokens", f"{plan.largest_tree:,}")
+    for part, size in plan.host_memory.items():
+        if size:
+            table.add_row(f"in host memory: {part}", _gb(size))
     return table
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from spiral_fast.plan.plan import Machines, Plan
 
 NETWORK = 1e9  # bytes/s from the learner to a server
+BUS = 25e9  # bytes/s between host and device, pinned memory, PCIe 4 or better
 
 
 def assumptions(config: Config, workload: Workload, machines: Machines, engine: str, n: int) -> list[str]:
@@ -39,11 +40,10 @@ def assumptions(config: Config, workload: Workload, machines: Machines, engine: 
         lines.append(f"adapter to each server in turn, float32 as base64, at {NETWORK / 1e9:g} GB/s")
     else:
         lines.append("the embedded engine on CUDA was never timed: its rollout takes longer than this bound")
-    if machines.learner_gpus > 1:
-        lines.append(
-            "this version's learner runs on one GPU; more are arithmetic: parameters sharded, rows split evenly, no "
-            "time for communication"
-        )
+    if machines.learner_gpus > 1 or (machines.gpus > 1 and engine == "radix"):
+        lines.append("ranks of the learner: micro-batches split evenly, no time for communication")
+    if config.learner.offload_checkpoints or config.learner.offload_base:
+        lines.append(f"what is offloaded crosses the bus at {BUS / 1e9:g} GB/s, nothing of it beside the computation")
     return lines
 
 
@@ -106,19 +106,25 @@ def _learner_problem(plan: Plan, config: Config, shape: Shape, machines: Machine
     other = plan.learner_peak.total - peak(shape, micro).total  # a server on the same GPU
     text = f"learning needs {(plan.learner_peak.total - gpu.usable) / 1e9:.1f} GB more than there is: "
 
-    def most(checkpointing: bool) -> int:
-        return largest_tree(shape, gpu.usable - other, replace(micro, checkpointing=checkpointing))
+    def most(changes: dict[str, bool]) -> int:
+        fields = {"sharded" if name == "fsdp" else name: value for name, value in changes.items()}
+        return largest_tree(shape, gpu.usable - other, replace(micro, **fields))
 
-    if not config.learner.checkpointing and most(True) >= micro.tokens:
+    checkpointing = {"checkpointing": True}
+    offloaded = checkpointing | {"offload_checkpoints": True}
+    streamed = offloaded | {"fsdp": True, "offload_base": True}
+    if not config.learner.checkpointing and most(checkpointing) >= micro.tokens:
         return text + "learner.checkpointing=true"
-    if most(config.learner.checkpointing) >= plan.longest:
-        return text + f"learner.micro_batch_tokens={most(config.learner.checkpointing)}"
-    if most(True) >= plan.longest:
-        return text + f"learner.checkpointing=true learner.micro_batch_tokens={most(True)}"
+    for changes in ({}, checkpointing, offloaded, streamed):
+        if (tokens := most(changes)) >= plan.longest:
+            new = {name: "true" for name, value in changes.items() if getattr(config.learner, name) != value}
+            if tokens < micro.tokens:
+                new["micro_batch_tokens"] = str(tokens)
+            return text + " ".join(f"learner.{name}={value}" for name, value in new.items())
     alone = largest_tree(shape, gpu.usable, replace(micro, checkpointing=True))
     if other and alone >= plan.longest:
         return text + "servers on GPUs of their own (--gpus 2) and learner.checkpointing=true"
     return text + (
-        f"a larger GPU, or shorter sequences: {most(True):,} tokens fit with checkpointing, the longest sequence has "
-        f"{plan.longest:,}"
+        f"a larger GPU, or shorter sequences: {most(streamed):,} tokens fit with all that learner.checkpointing and "
+        f"the offloads save, the longest sequence has {plan.longest:,}"
     )

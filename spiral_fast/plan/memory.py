@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from spiral_fast.algorithms import ALGORITHMS
+from spiral_fast.config import Config
 from spiral_fast.plan.shape import Shape
 from spiral_kernels.linear_logprob.tiles import CHUNK_BYTES
 from spiral_kernels.tree_attention.triton_tiles import LISTED, MOST_SHARES, SPANNED
@@ -65,10 +67,11 @@ def kept_by_layer(shape: Shape) -> dict[str, float]:
 
 def held(shape: Shape, micro: Micro) -> dict[str, float]:
     """What is there all the time of a step."""
-    base = 0.0 if micro.offload_base else shape.base_bytes / micro.ranks
-    if micro.sharded:  # gathered beside the shards: two layers, one in use and one on its way, and the root group
+    base = float(shape.base_bytes)
+    if micro.sharded:  # gathered beside the shards: a layer in use, maybe one on its way, and the root group
         layer = shape.layer_numbers * shape.element
-        base += 2 * layer + shape.base_bytes - shape.layers * layer
+        layers = 2 if micro.ranks > 1 or micro.offload_base else 1
+        base = _shards(shape, micro) + layers * layer + shape.base_bytes - shape.layers * layer
     adapter = shape.adapter_bytes  # whole on each rank, as are its gradient and moments
     return {
         "base weights": base,
@@ -77,6 +80,27 @@ def held(shape: Shape, micro: Micro) -> dict[str, float]:
         "gradient": adapter * (2 if micro.both_levels else 1),
         "batch and record": 20 * micro.tokens + BYTES_OF_ROW * micro.rows + BYTES_IN_RECORD * micro.record_rows,
     }
+
+
+def _shards(shape: Shape, micro: Micro) -> float:
+    """Bytes on the device."""
+    return 0.0 if micro.offload_base else shape.base_bytes / micro.ranks
+
+
+def resting(shape: Shape, micro: Micro, *, sampling: bool) -> dict[str, float]:
+    """What the learner leaves on the device during rollout. sampling: the embedded engine reads its base there, whole:
+    at one rank the shards themselves, at more a gathered copy beside them."""
+    whole, shards = float(shape.base_bytes), _shards(shape, micro) if micro.sharded else float(shape.base_bytes)
+    if sampling:
+        shards = whole + (shards if micro.sharded and micro.ranks > 1 else 0.0)
+    return {"base weights": shards, "adapter": shape.adapter_bytes, "optimiser moments": 2 * shape.adapter_bytes}
+
+
+def crosses_the_bus(shape: Shape, micro: Micro, tokens: float, micro_batches: float) -> float:
+    """Bytes that offloading moves between host and device in a step of a rank: out and in, or in for the forward and
+    for the backward."""
+    checkpoints = micro.offload_checkpoints * tokens * _checkpoints(shape)
+    return 2 * (checkpoints + micro.offload_base * micro_batches * shape.base_bytes / micro.ranks)
 
 
 def held_by_host(shape: Shape, micro: Micro) -> dict[str, float]:
@@ -141,6 +165,22 @@ def moments(shape: Shape, micro: Micro) -> list[Moment]:
 
 def peak(shape: Shape, micro: Micro) -> Moment:
     return max(moments(shape, micro), key=lambda moment: moment.total)
+
+
+def micro_of(config: Config, tokens: int, ranks: int, record_rows: int = 0) -> Micro:
+    """A micro-batch of so many tokens, all of them sampled, as this config runs it."""
+    learner = config.learner
+    return Micro(
+        tokens,
+        tokens,
+        learner.checkpointing,
+        record_rows,
+        ranks,
+        sharded=learner.fsdp,
+        offload_checkpoints=learner.offload_checkpoints,
+        offload_base=learner.offload_base,
+        both_levels=ALGORITHMS[config.credit.algorithm].trains_both,
+    )
 
 
 def largest_tree(shape: Shape, usable: float, like: Micro) -> int:

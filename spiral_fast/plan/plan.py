@@ -5,13 +5,21 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from spiral_fast.algorithms import ALGORITHMS
 from spiral_fast.config import Config, ConfigError
 from spiral_fast.levels import levels_of, max_new_tokens
-from spiral_fast.plan.advice import NETWORK, assumptions, notes, problems
+from spiral_fast.plan.advice import BUS, NETWORK, assumptions, notes, problems
 from spiral_fast.plan.gpus import Gpu
 from spiral_fast.plan.learner_work import Work, learner_work
-from spiral_fast.plan.memory import Micro, Moment, held, largest_tree, moments
+from spiral_fast.plan.memory import (
+    Micro,
+    Moment,
+    crosses_the_bus,
+    held_by_host,
+    largest_tree,
+    micro_of,
+    moments,
+    resting,
+)
 from spiral_fast.plan.rollout_work import Limits, Rates, RolloutWork, requests_of, rollout_work
 from spiral_fast.plan.shape import Shape
 from spiral_fast.plan.simulated import Liveness, Simulated, Workload, aggregates, liveness
@@ -52,6 +60,7 @@ class Plan:
     sync_seconds: float
     gpus: int
     steps: int
+    host_memory: dict[str, float]  # of a rank, for what is offloaded
     assumptions: list[str]
     notes: list[str]
     problems: list[str] = field(default_factory=list)  # why it cannot run as it is, and what to change
@@ -96,17 +105,9 @@ def make_plan(config: Config, shape: Shape, workload: Workload, machines: Machin
 
     longest = longest_sequence(config)
     most = max(config.learner.micro_batch_tokens, longest)
-    ranks = machines.learner_gpus
-    micro = Micro(
-        most,
-        most,
-        config.learner.checkpointing,
-        round(work["pruned"].rows / ranks),
-        ranks,
-        sharded=config.learner.fsdp or ranks > 1,
-        both_levels=ALGORITHMS[config.credit.algorithm].trains_both,
-    )
-    colocated = machines.gpus == 1
+    ranks = servers if engine == "radix" else machines.learner_gpus
+    micro = micro_of(config, most, ranks, round(work["pruned"].rows / ranks))
+    colocated = machines.gpus == ranks
     learner = moments(shape, micro)
     server_weights = (shape.base_bytes + shape.adapter_bytes) / server_gpus
     if colocated and engine == "sglang":
@@ -123,6 +124,7 @@ def make_plan(config: Config, shape: Shape, workload: Workload, machines: Machin
     limits = Limits(settings.max_running, max(kv_tokens, longest), settings.prefill_chunk)
     run = work["pruned"]
     executed = run.flops + (run.recomputed if config.learner.checkpointing else 0)
+    bus = crosses_the_bus(shape, micro, run.tokens / ranks, run.micro_batches / ranks)
     sync_bytes = shape.adapter_bytes * (4 / 3 if engine == "sglang" else 0) * servers  # base64
     plan = Plan(
         engine,
@@ -139,11 +141,12 @@ def make_plan(config: Config, shape: Shape, workload: Workload, machines: Machin
         kv_tokens,
         longest,
         rollout_work(shape, of_server, rates, limits),
-        executed / (machines.mfu * gpu.flops * machines.learner_gpus),
+        executed / (machines.mfu * gpu.flops * ranks) + bus / BUS,
         sync_bytes,
         sync_bytes / NETWORK,
         machines.gpus,
         config.learner.steps,
+        held_by_host(shape, micro),
         assumptions(config, workload, machines, engine, len(rollouts)),
         notes(config, drawn, seen, colocated and engine == "sglang", rollout_memory, gpu),
     )
@@ -166,11 +169,13 @@ def _servers(config: Config, machines: Machines, engine: str) -> tuple[int, int]
     """How many servers, and GPUs of each."""
     if machines.gpus == 1:
         return 1, 1
-    if engine == "radix":
-        raise ConfigError(
-            f"rollout.engine: 'radix' runs on the learner's GPU alone; with --gpus {machines.gpus} use "
-            "rollout.engine=sglang"
-        )
+    if engine == "radix":  # each rank of the learner samples and learns in turns
+        if machines.learner_gpus not in (1, machines.gpus):
+            raise ConfigError(
+                f"--learner-gpus: {machines.learner_gpus} of {machines.gpus}: with rollout.engine radix all learn and "
+                "sample in turns; leave it out"
+            )
+        return machines.gpus, 1
     if machines.learner_gpus >= machines.gpus:
         raise ConfigError(
             f"--learner-gpus: {machines.learner_gpus} of {machines.gpus} GPUs leave none for SGLang servers"
@@ -198,8 +203,7 @@ def _kv(
     """Memory during rollout of a GPU that holds keys and values; tokens of them that a server has room for."""
     parts: dict[str, float] = {}
     if colocated:
-        resident = held(shape, micro)
-        parts = {name: resident[name] for name in ("base weights", "adapter", "optimiser moments")}
+        parts = resting(shape, micro, sampling=engine == "radix")
     if engine == "radix":
         cache = config.rollout.cache_tokens * shape.kv_bytes
         # on a GPU each running prompt is also copied (rollout/radix/engine.py), at most the tree's tokens

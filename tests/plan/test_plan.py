@@ -46,6 +46,7 @@ def test_the_papers_run_fits_on_one_h100(overrides):
         ["learner.checkpointing=false", "learner.micro_batch_tokens=400000"],
         ["rollout.engine=radix"],
         ["rollout.sglang.memory_fraction=0.95"],
+        ["rollout.search_max_new_tokens=56000", "learner.micro_batch_tokens=1000"],
     ],
 )
 def test_the_change_that_is_proposed_is_enough(overrides):
@@ -54,6 +55,18 @@ def test_the_change_that_is_proposed_is_enough(overrides):
     changes = re.findall(r"[a-z_.]+=[\w.]+", problem)
     assert changes, problem
     assert plan_of(*overrides, *changes).problems == [], (problem, changes)
+
+
+def test_offloading_is_proposed_where_checkpointing_is_not_enough():
+    (problem,) = plan_of("rollout.search_max_new_tokens=56000", "learner.micro_batch_tokens=1000").problems
+    assert problem.endswith("than there is: learner.offload_checkpoints=true")
+    # servers apart, and a learner whose base does not fit
+    small = Gpu(17e9, 1e14, 1e12, "made up")
+    long = ["rollout.search_max_new_tokens=9000", "rollout.sglang.tensor_parallel=2", "learner.checkpointing=false"]
+    (problem,) = plan_of(*long, "learner.micro_batch_tokens=1000", gpu=small, gpus=3).problems
+    changes = re.findall(r"[a-z_.]+=[\w.]+", problem)
+    assert "learner.offload_base=true" in changes and "learner.fsdp=true" in changes
+    assert plan_of(*long, "learner.micro_batch_tokens=1000", *changes, gpu=small, gpus=3).problems == []
 
 
 def test_what_no_setting_can_mend():
@@ -86,17 +99,55 @@ def test_a_node_shares_the_problems_out():
 
 
 def test_the_base_on_several_learner_gpus_is_sharded():
-    one, two = plan_of(gpus=4), plan_of(gpus=4, learner_gpus=2)
-    weights = SHAPE.layers * SHAPE.layer_numbers * 2
-    rest = SHAPE.base_bytes - weights
-    gathered = 2 * SHAPE.layer_numbers * 2 + rest
-    assert two.learner_peak.parts["base weights"] == SHAPE.base_bytes / 2 + gathered
-    fsdp = plan_of("learner.fsdp=true", gpus=4)
-    assert fsdp.learner_peak.parts["base weights"] == SHAPE.base_bytes + gathered
+    one, two, plain = (
+        plan_of("learner.fsdp=true", gpus=4),
+        plan_of("learner.fsdp=true", gpus=4, learner_gpus=2),
+        plan_of(gpus=4, learner_gpus=2),
+    )
+    layer = SHAPE.layer_numbers * 2
+    rest = SHAPE.base_bytes - SHAPE.layers * layer
+    assert one.learner_peak.parts["base weights"] == SHAPE.base_bytes + layer + rest
+    assert two.learner_peak.parts["base weights"] == SHAPE.base_bytes / 2 + 2 * layer + rest
+    assert plain.learner_peak.parts["base weights"] == SHAPE.base_bytes
     for part in ("adapter", "optimiser moments", "gradient"):  # whole on each
         assert two.learner_peak.parts[part] == one.learner_peak.parts[part]
     assert two.learn_seconds == one.learn_seconds / 2
-    assert any("runs on one GPU" in line for line in two.assumptions)
+    assert any("no time for communication" in line for line in two.assumptions)
+
+
+def test_ranks_with_an_engine_each():
+    radix = ["rollout.engine=radix", "rollout.cache_tokens=50000"]
+    one, two = plan_of(*radix), plan_of(*radix, "learner.fsdp=true", gpus=2)
+    assert (one.servers, two.servers) == (1, 2) and two.rollout.problems == -(-one.rollout.problems // 2)
+    assert two.learn_seconds == one.learn_seconds / 2
+    # gathered for the rollout beside the shards
+    assert one.rollout_memory.parts["base weights"] == SHAPE.base_bytes
+    assert two.rollout_memory.parts["base weights"] == 1.5 * SHAPE.base_bytes
+    assert plan_of(*radix, gpus=2).rollout_memory.parts["base weights"] == SHAPE.base_bytes
+
+
+def test_what_is_offloaded_lies_on_the_host_and_takes_time():
+    checkpoints = 36 * 2 * 2560
+    plain = plan_of()
+    offloaded = plan_of("learner.offload_checkpoints=true")
+    tokens = plain.micro.tokens
+    assert plain.host_memory == {"base weights": 0, "checkpoints (layer inputs)": 0}
+    assert offloaded.host_memory["checkpoints (layer inputs)"] == checkpoints * tokens
+    assert plain.learner_peak.total - offloaded.learner_peak.total == pytest.approx(checkpoints * tokens)
+    seconds = 2 * checkpoints * plain.work["pruned"].tokens / 25e9
+    assert offloaded.learn_seconds - plain.learn_seconds == pytest.approx(seconds)
+    assert offloaded.largest_tree > plain.largest_tree
+
+    base = plan_of("learner.fsdp=true", "learner.offload_base=true")
+    assert base.host_memory["base weights"] == SHAPE.base_bytes
+    layer = SHAPE.layer_numbers * 2
+    assert base.learner_peak.parts["base weights"] == 2 * layer + SHAPE.base_bytes - 36 * layer
+    seconds = 2 * SHAPE.base_bytes * plain.work["pruned"].micro_batches / 25e9
+    assert base.learn_seconds - plain.learn_seconds == pytest.approx(seconds)
+    assert base.rollout_memory.parts["base weights"] == 0  # SGLang has its own
+    radix = plan_of("learner.fsdp=true", "learner.offload_base=true", "rollout.engine=radix")
+    assert radix.rollout_memory.parts["base weights"] == SHAPE.base_bytes  # comes to the device
+    assert any("bus at 25 GB/s" in line for line in base.assumptions)
 
 
 def test_rounds_that_draw_too_much_or_too_little_are_named():
@@ -115,7 +166,7 @@ def test_the_longest_sequence_is_a_bound():
 @pytest.mark.parametrize(
     ("overrides", "of", "words"),
     [
-        (["rollout.engine=radix"], {"gpus": 2}, "rollout.engine: 'radix'"),
+        (["rollout.engine=radix"], {"gpus": 4, "learner_gpus": 2}, "--learner-gpus: 2 of 4"),
         ([], {"gpus": 2, "learner_gpus": 2}, "--learner-gpus: 2 of 2"),
         (["rollout.sglang.tensor_parallel=4"], {"gpus": 4}, "rollout.sglang.tensor_parallel: 4"),
         (["model.dtype=float32"], {}, "model.dtype: 'float32'"),
