@@ -141,7 +141,8 @@ def _others_alive() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise RankLost(f"another rank ended while this one waited for it ({str(error).splitlines()[0]})") from error
+        why = str(error).splitlines()[0].partition(". ")[0]
+        raise RankLost(f"another rank ended while this one waited for it ({why})") from error
 
 
 @dataclass(frozen=True)
