@@ -84,8 +84,8 @@ def short_errors(command: Callable) -> Callable:
 
             message = cannot_write(error)
             if message is None:
-                if who := _rank():
-                    typer.echo(f"{who}{type(error).__name__}", err=True)
+                if (who := _rank()) and not isinstance(error, typer.Exit):
+                    typer.echo(f"{who}{type(error).__name__}: {error}", err=True)  # beside the traceback that follows
                 raise
             _fail(f"{message}; what was written before is whole", 1)
 
