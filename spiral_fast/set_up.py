@@ -10,6 +10,7 @@ from spiral_fast import ranks
 from spiral_fast.algorithms import ALGORITHMS
 from spiral_fast.config import Config, ConfigError
 from spiral_fast.learner.model import LoadedModel, load_model, load_tokenizer
+from spiral_fast.plan.budget import check_budget
 from spiral_fast.problems import ProblemSets, load_problems
 from spiral_fast.prompts import make_prompts
 from spiral_fast.rollout.fits import WorstCase, check_fits
@@ -38,6 +39,8 @@ def set_up(config: Config, *, trains: bool = False) -> SetUp:
     backends(config, device)
     if config.threads:
         torch.set_num_threads(config.threads)
+    if trains:
+        check_budget(config, device)
     torch.manual_seed(config.seed)  # of the fresh adapter
     problems = load_problems(config, lambda: make_prompts(config, load_tokenizer(config.model.path)))
     learner = config.learner

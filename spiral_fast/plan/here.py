@@ -25,7 +25,7 @@ def peak_flops(config: Config, device: torch.device) -> float | None:
 
 def expectation(config: Config, loaded: LoadedModel) -> list[str]:
     """What to expect of the learner's memory and a step's seconds, in one line; none where `peak_flops` is None."""
-    device = loaded.causal_lm.device
+    device = loaded.device
     if peak_flops(config, device) is None:
         return []
     return [plan_line(config, loaded, gpu_of(torch.cuda.get_device_name(device)), ranks.size())]
@@ -40,7 +40,7 @@ def plan_line(config: Config, loaded: LoadedModel, gpu: str, learner_gpus: int) 
 
     rollout = config.rollout.model_copy(update={"engine": chosen_engine(config.rollout, cuda=True)})
     config = config.model_copy(update={"rollout": rollout})
-    servers = len(rollout.servers) or (learner_gpus > 1)
+    servers = 0 if rollout.engine == "radix" else len(rollout.servers) or (learner_gpus > 1)
     gpus = learner_gpus + servers * rollout.sglang.tensor_parallel
     machines = Machines(GPUS[gpu], gpu, gpus, learner_gpus, MFU, BANDWIDTH)
     workload = Workload(usual_lengths(rollout), min(256, rollout.max_prompt_tokens), None)
@@ -52,4 +52,5 @@ def plan_line(config: Config, loaded: LoadedModel, gpu: str, learner_gpus: int) 
     return (
         f"  {gpu}: expect {peak:.1f} of {usable:.0f} GB at the learner's peak; {plan.seconds:,.0f} s a step, of them "
         f"{plan.learn_seconds:,.0f} learning (`spiral-fast plan` says what this assumes)"
+        + "".join(f"; may not fit: {problem}" for problem in plan.problems)
     )

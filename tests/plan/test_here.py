@@ -65,6 +65,7 @@ def test_what_to_expect_is_one_line():
     assert found and 8 < float(found[1]) < 76, line
     one_learns = plan_line(config, loaded, "h100-80gb", 2)
     assert "no plan" not in one_learns and one_learns != line
-    assert "no plan of this run (rollout.engine: 'radix'" in plan_line(
-        config_of("rollout.engine=radix", *short, *NO_TARGETS), loaded, "h100-80gb", 2
-    )
+    each_samples = plan_line(config_of("rollout.engine=radix", *short, *NO_TARGETS), loaded, "h100-80gb", 2)
+    assert "may not fit: rollout needs 10.1 GB more than there is: rollout.cache_tokens=227736" in each_samples
+    fp32 = config_of("rollout.engine=radix", "model.dtype=float32", *short, *NO_TARGETS)
+    assert "no plan of this run (model.dtype: 'float32'" in plan_line(fp32, loaded, "h100-80gb", 2)
