@@ -60,3 +60,29 @@ def test_a_machine_without_pytest(tmp_path, monkeypatch):
 def test_versions_name_what_is_missing():
     assert gpu_check.versions()["torch"] == torch.__version__
     assert {"triton", "transformers", "flash-attn"} <= set(gpu_check.versions())
+
+
+def test_the_learners_steps_on_a_tiny_shape(tmp_path):
+    """What runs at Qwen3-4B's shape on a GPU, on the CPU; both contenders have the same gradient up to bfloat16."""
+    from transformers import Qwen3Config
+
+    from bench.gpu.learner import Setting, figures
+
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, head_dim=16)
+    Qwen3Config(vocab_size=300, num_key_value_heads=2, tie_word_embeddings=True, **sizes).save_pretrained(tmp_path)
+    lines: list[dict] = []
+    figures(Setting(tmp_path, "cpu", (400, 800), prompt=16, rank=4), 60, lines.append)
+    assert [line["name"] for line in lines] == [
+        *("ours, 400 tokens", "ours, 800 tokens"),
+        *("peer: transformers and peft, 400 tokens", "peer: transformers and peft, 800 tokens"),
+    ]
+    for line, size in zip(lines, (400, 800) * 2, strict=True):
+        assert line["seconds"] > 0 and line["peak_gib"] is None and "mfu" not in line
+        if line["name"].startswith("ours"):
+            assert size - 8 <= line["tokens"] <= size and line["planned"]["peak_gib"] > 0
+            assert line["tokens_per_s_logical"] > 2 * line["tokens_per_s_computed"]  # 4 traces share their prompt
+        else:
+            assert line["gradients_differ_by"] < 0.1
+    lines.clear()
+    figures(Setting(tmp_path, "cpu", (400,), prompt=16, rank=4), -1, lines.append)
+    assert "left_out" in lines[0] and len(lines) == 1

@@ -21,10 +21,13 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 460  # of all; tests may take up to TEST_SECONDS, benches what is left
-TEST_SECONDS = 260
+SECONDS = 460  # of all; tests and the learner's steps may take up to so many each, the other benches what is left
+TEST_SECONDS, LEARNER_SECONDS = 230, 100
 TESTS = ("tests/gpu", "tests/kernels/test_linear_logprob.py", "tests/kernels/test_set_advantages.py")
-PACKAGES = ("torch", "triton", "transformers", "numpy", "numba", "pytest", "hypothesis", "pytest-timeout", "flash-attn")
+PACKAGES = (
+    *("torch", "triton", "transformers", "peft", "numpy", "numba", "pytest", "hypothesis", "pytest-timeout"),
+    *("flash-attn", "liger-kernel", "bitsandbytes"),
+)
 
 
 def no_gpu() -> str | None:
@@ -95,6 +98,17 @@ def run_benches(folder: Path, seconds: float) -> dict:
     return {"ended": ended or "well", "figures": lines_of(file)}
 
 
+def run_learner(folder: Path, seconds: float) -> dict:
+    missing = [name for name in ("transformers", "peft", "pydantic", "yaml") if importlib.util.find_spec(name) is None]
+    if missing:
+        return {"left_out": f"not installed: {', '.join(missing)}", "ended": "well", "figures": []}
+    file = folder / "learner.jsonl"
+    ended = run_for(
+        [sys.executable, "-m", "bench.gpu.learner", str(file), "--seconds", f"{seconds - 10:.0f}"], seconds, {}
+    )
+    return {"ended": ended or "well", "figures": lines_of(file)}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "runs/gpu_check.json")
@@ -117,16 +131,18 @@ def main() -> int:
     }
     with tempfile.TemporaryDirectory() as folder:
         result["tests"] = run_tests(Path(folder), TEST_SECONDS)
+        result["learner"] = run_learner(Path(folder), LEARNER_SECONDS)
         result["benches"] = run_benches(Path(folder), SECONDS - (time.monotonic() - begin))
     result["seconds"] = round(time.monotonic() - begin, 1)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n")
     print(f"{result['device']}: tests {result['tests'].get('counts') or result['tests']['left_out']}")
-    for figure in result["benches"]["figures"]:
+    figures = result["learner"]["figures"] + result["benches"]["figures"]
+    for figure in figures:
         print(json.dumps(figure))
     print(f"{result['seconds']} s, written to {out}")
-    broken = [f for f in result["benches"]["figures"] if "error" in f and not f.get("name", "").startswith("peer")]
-    well = [result["tests"].get("ended"), result["benches"]["ended"]] == ["well", "well"]
+    broken = [f for f in figures if "error" in f and not f.get("name", "").startswith("peer")]
+    well = [result["tests"].get("ended"), result["learner"]["ended"], result["benches"]["ended"]] == ["well"] * 3
     return 0 if well and not broken else 1
 
 

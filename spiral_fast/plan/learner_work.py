@@ -37,10 +37,10 @@ def learner_work(live: list[ProblemRollout], config: Config, cost: Cost) -> dict
     budget = config.learner.micro_batch_tokens
     of = {"flat": (rows, "none"), "set": (rows, "set"), "tree": (rows, "tree")}
     of["pruned"] = alive, config.learner.sharing
-    return {name: _work(some, sharing, budget, cost) for name, (some, sharing) in of.items()}
+    return {name: work_of(some, sharing, budget, cost) for name, (some, sharing) in of.items()}
 
 
-def _work(rows: list[Row], sharing: str, budget: int, cost: Cost) -> Work:
+def work_of(rows: list[Row], sharing: str, budget: int, cost: Cost) -> Work:
     """The learner runs search and aggregation rows apart."""
     packed: list[Packed] = []
     levels = [row.level == SEARCH for row in rows]
