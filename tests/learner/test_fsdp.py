@@ -1,4 +1,4 @@
-"""FSDP needs a process group, so each case runs in a process of its own."""
+"""FSDP needs a process group, so this runs in a process of its own."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from spiral_fast.learner.learner import Learner
 from tests.learner.test_engine_agreement import largest_gap, sample
 from tests.learner.tiny import *
 
-checkpointing, folder = json.loads(sys.argv[1]), sys.argv[2]
+folder = sys.argv[1]
 plain = Learner(config(micro_batch_tokens=40), loaded(dtype=torch.float32))
 parts = loaded(dtype=torch.float32)
-sharded = Learner(config(micro_batch_tokens=40, fsdp=True, checkpointing=checkpointing), parts)
+sharded = Learner(config(micro_batch_tokens=40, fsdp=True, checkpointing=True), parts)
 prompts = [row.prompt for row in RAGGED]
 
 def base_alone_is_sharded():
@@ -51,12 +51,10 @@ print(json.dumps(out))
 """
 
 
-@pytest.mark.parametrize(("checkpointing", "launcher"), [(True, True), (False, False)])
-def test_same_update_as_without(tmp_path, checkpointing, launcher):
+def test_same_update_as_without(tmp_path):
+    """Without torchrun; with it: test_ranks.py."""
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    if launcher:  # what torchrun sets
-        env |= dict(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
-    command = [sys.executable, "-c", SCRIPT, json.dumps(checkpointing), str(tmp_path / "step")]
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "step")]
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=100)
     assert done.returncode == 0, done.stderr[-3000:]
     out = json.loads(done.stdout.splitlines()[-1])
@@ -67,11 +65,3 @@ def test_same_update_as_without(tmp_path, checkpointing, launcher):
     assert out["weights"] <= 1e-6
     assert max(out["engine"]) < 1e-4
     assert out["resumed"][0] == out["resumed"][1]
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
