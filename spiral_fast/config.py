@@ -244,7 +244,7 @@ class CreditConfig(Section):
     search_weight: PositiveFloat | Literal["unbiased"] = Field(
         1.0,
         description="factor on the search credits of spiral and independent; 1 = the paper; unbiased = K (N2 - 1) / M "
-        "(independent: / (N1 - 1))",
+        "(independent: / (N1 - 1)); with rollout.levels on every level below the top",
     )
     diversity: str = Field(
         "distinct_answers",
@@ -299,9 +299,10 @@ class LearnerConfig(Section):
     )
     offload_base: bool = Field(
         False,
-        description="needs learner.fsdp: the frozen base lies in host memory, a layer at a time on the device",
+        description="needs learner.fsdp: the frozen base lies in host memory, a layer at a time on the device; whole "
+        "there while the embedded engine samples; docs/memory.md",
     )
-    fsdp: bool = Field(False, description="shard with FSDP2 fully_shard (world size 1)")
+    fsdp: bool = Field(False, description="the frozen base in shards over all ranks, also over one; docs/memory.md")
 
 
 class WarmStartConfig(Section):
