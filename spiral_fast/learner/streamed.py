@@ -35,7 +35,7 @@ class Streamed:
             self.model.generation_config = GenerationConfig.from_pretrained(source)
         except OSError:  # there is none
             pass
-        _real_buffers(self.model)
+        self._buffers_known = _real_buffers(self.model)
         names = {id(p): name for name, p in self.model.named_parameters()}  # a tied one once
         self._places: dict[str, list[Place]] = {name: [] for name in names.values()}
         for module in self.model.modules():
@@ -47,7 +47,7 @@ class Streamed:
     def fits(self) -> bool:
         """Whether the checkpoint's tensors are the model's parameters, name by name and shape by shape, and nothing in
         it is to be converted. If not, from_pretrained knows better, or says what is wrong."""
-        if getattr(self.model.config, "quantization_config", None) is not None:
+        if getattr(self.model.config, "quantization_config", None) is not None or not self._buffers_known:
             return False
         kept = self.model._keep_in_fp32_modules or self.model._keep_in_fp32_modules_strict
         tied = self.model.all_tied_weights_keys
@@ -132,12 +132,16 @@ def _read(stored, parameter: nn.Parameter) -> int:
     return values.nbytes
 
 
-def _real_buffers(model: PreTrainedModel) -> None:
-    """What no checkpoint holds, such as rotary frequencies, computed on the CPU by transformers' own rule."""
+def _real_buffers(model: PreTrainedModel) -> bool:
+    """What no checkpoint holds, such as rotary frequencies, computed on the CPU by transformers' own rule. Whether it
+    knew them all."""
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # leave it alone
     for module in model.modules():
         if module._buffers:
             for name, buffer in module._buffers.items():
-                module._buffers[name] = torch.zeros_like(buffer, device="cpu")
+                if not buffer.is_floating_point():
+                    return False
+                module._buffers[name] = torch.full_like(buffer, torch.nan, device="cpu")
             model._init_weights(module)
+    return not any(buffer.isnan().any() for buffer in model.buffers())
