@@ -64,10 +64,15 @@ class ModelConfig(Section):
         description="folder of a PEFT adapter to start from; none = a fresh one; two_adapters: both start from it, or "
         "each from its own in the folder's search/ and aggregation/",
     )
+    quantisation: Literal["none", "int8", "nf4"] = Field(
+        "none",
+        description="of the frozen base's linear layers, by bitsandbytes: int8, or nf4 in 4 bits; on a GPU, with "
+        "rollout.engine: radix alone; see docs/gpu.md",
+    )
     liger: bool | Literal["auto"] = Field(
         "auto",
-        description="Liger's fused RMSNorm, SwiGLU and rotary embedding in the model, see docs/gpu.md; auto = where CUDA "
-        "is used, liger-kernel is installed and the model is a Llama, Mistral, Qwen2 or Qwen3",
+        description="Liger's fused RMSNorm, SwiGLU and rotary embedding in the model, see docs/gpu.md; auto = where "
+        "CUDA is used, liger-kernel is installed and the model is a Llama, Mistral, Qwen2 or Qwen3",
     )
     policy: Literal["shared", "two_adapters"] = Field(
         "shared",
@@ -462,6 +467,14 @@ def refusals(config: Config) -> list[str]:
         if getattr(rollout, key) != off:
             why = f"only plain temperature sampling keeps log-probs exact; set it to {off}"
             refuse(f"rollout.{key}", getattr(rollout, key), why)
+    if config.model.quantisation != "none":
+        if rollout.servers or rollout.engine != "radix":
+            why = "SGLang would serve the base as it is, of which the adapter knows nothing; set rollout.engine: radix"
+            refuse("model.quantisation", config.model.quantisation, why)
+        if config.learner.fsdp:
+            refuse("model.quantisation", config.model.quantisation, "learner.fsdp cannot shard such layers")
+        if config.device == "cpu":
+            refuse("model.quantisation", config.model.quantisation, "it runs on a GPU only; set it to none")
     for key in ("kl_coef", "entropy_coef"):
         if getattr(config.learner, key) != 0:
             refuse(f"learner.{key}", getattr(config.learner, key), "only 0 (the paper's value) is supported")

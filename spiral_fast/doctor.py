@@ -124,11 +124,13 @@ def run_here(config: Config) -> list[str]:
     """What a run takes where there is a choice, a line each. What cannot be used is said, not raised."""
     from spiral_fast.config import ConfigError
     from spiral_fast.learner.liger import liger_line
+    from spiral_fast.learner.quantise import refuse_quantisation
     from spiral_fast.rollout.chosen import chosen_engine
     from spiral_fast.set_up import backends, device_of
 
     try:
         device = device_of(config)
+        refuse_quantisation(config.model, device)
         served = ", ".join(f"{name} by {backend}" for name, backend in backends(config, device).items())
         cuda = device == "cuda"
         return [
@@ -136,6 +138,7 @@ def run_here(config: Config) -> list[str]:
             f"rollout engine: {chosen_engine(config.rollout, cuda=cuda)}",
             f"operations: {served}",
             liger_line(config.model, device),
+            f"frozen base: {config.model.dtype}, quantisation {config.model.quantisation}",
         ]
     except ConfigError as error:
         return [str(error)]

@@ -118,6 +118,11 @@ def _merged(adapters: dict[str, Path], model: ModelConfig, out: Path) -> tuple[s
     from spiral_fast.learner.merge import merge
     from spiral_fast.learner.model import load_model
 
+    if model.quantisation != "none":
+        raise ConfigError(
+            f"--merged: the adapter was trained on a base in {model.quantisation} (model.quantisation), not on the "
+            "weights it would be merged into; export it without --merged"
+        )
     (folder,) = adapters.values()
     loaded = load_model(model.model_copy(update={"adapter": str(folder), "policy": "shared"}), "cpu")
     plain, rounding = merge(loaded.model)

@@ -52,7 +52,7 @@ def cost_of(model: PeftModel) -> Cost:
     numbers = {True: 0, False: 0}  # of the layers' matrices, trained or frozen
     for module in layers.modules():
         if isinstance(module, nn.Linear):
-            numbers[module.weight.requires_grad] += module.weight.numel()
+            numbers[module.weight.requires_grad] += module.in_features * module.out_features
     return Cost(
         per_token=6.0 * (numbers[True] // len(model.peft_config)) + 4.0 * numbers[False],  # a token passes one adapter
         per_pair=12.0 * heads * size * len(layers),

@@ -13,6 +13,7 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 
 from spiral_fast.config import ConfigError
+from spiral_fast.learner.quantise import is_quantised
 from spiral_fast.learner.roles import Roles
 
 
@@ -49,11 +50,15 @@ def fuse_lora(model: PeftModel) -> None:
     """Give each LoRA layer of `model` the forward of LoraLinear, in place, under the adapter that `model.roles` (made
     here) has active. Engine and learner run the same layers.
 
-    Raises ConfigError for a layer that is not a plain linear one.
+    A quantised layer keeps its own forward and backward below the adapter's. Raises ConfigError for another layer that
+    is not a plain linear one.
     """
     model.roles = roles = Roles(list(model.peft_config))
     for name, module in model.named_modules():
         if not isinstance(module, LoraLayer):
+            continue
+        if is_quantised(module.base_layer):
+            module.forward = partial(_over_base, module, roles)
             continue
         if type(module.base_layer) is not torch.nn.Linear:
             kind = type(module.base_layer).__name__
@@ -74,3 +79,13 @@ def _forward(module: LoraLayer, roles: Roles, x: torch.Tensor) -> torch.Tensor:
         module.scaling[adapter],
     )
     return y.unflatten(0, x.shape[:-1])
+
+
+def _over_base(module: LoraLayer, roles: Roles, x: torch.Tensor) -> torch.Tensor:
+    """peft's formula: the base layer's own function, whose gradient by x is its own too, plus the adapter's."""
+    y = module.base_layer(x)
+    if module.disable_adapters:
+        return y
+    a, b = (part[roles.active].weight.to(x.dtype) for part in (module.lora_A, module.lora_B))
+    low = x.flatten(0, -2) @ a.T  # (T, r)
+    return torch.addmm(y.flatten(0, -2), low, b.T, alpha=module.scaling[roles.active]).unflatten(0, x.shape[:-1])

@@ -32,6 +32,7 @@ from spiral_fast.learner.liger import use_liger
 from spiral_fast.learner.lora import fuse_lora
 from spiral_fast.learner.policy import Policy
 from spiral_fast.learner.probe import check_packed
+from spiral_fast.learner.quantise import refuse_quantisation, refuse_stored, settings_of
 from spiral_fast.learner.refusals import refuse_adapter, refuse_head
 from spiral_fast.learner.roles import ADAPTERS, WEIGHTS, Roles, adapter_folders
 from spiral_fast.learner.streamed import Streamed
@@ -73,12 +74,15 @@ def load_model(config: ModelConfig, device: str, *, shard: bool = False, offload
     if not sys.stderr.isatty():  # a bar is for the eye: in a log it is noise
         disable_progress_bar()
     on = torch.device(device)
+    refuse_quantisation(config, on)
     with errors_in_one_line(config.path):
         source, dtype = source_of(config.path), getattr(torch, config.dtype)
         settings = AutoConfig.from_pretrained(source, trust_remote_code=False)
         check_config(settings)
+        refuse_stored(settings)
         streamed = _streamed(source, settings, dtype) if shard else None
-        model = streamed.model if streamed else _read(source, settings, dtype, "cpu" if shard else device)
+        where = "cpu" if shard else device
+        model = streamed.model if streamed else _read(source, settings, dtype, where, config.quantisation)
         check_modules(model)
         tokenizer = _tokenizer(source)
     model.requires_grad_(False)
@@ -127,14 +131,17 @@ def errors_in_one_line(path: str) -> Iterator[None]:
         raise ConfigError(f"model.path: {path!r} cannot be loaded{hint} ({_one_line(error)})") from error
 
 
-def _read(source: str, config: PretrainedConfig, dtype: torch.dtype, device: str) -> PreTrainedModel:
+def _read(
+    source: str, config: PretrainedConfig, dtype: torch.dtype, device: str, quantisation: str = "none"
+) -> PreTrainedModel:
     """By transformers: straight onto the device, and without a second copy on the host. Raises UnsupportedModel, and
     whatever the files make others raise."""
     model, info = AutoModelForCausalLM.from_pretrained(
         source,
         config=config,
         dtype=dtype,
-        device_map=None if torch.device(device).type == "cpu" else device,
+        device_map=None if torch.device(device).type == "cpu" and quantisation == "none" else device,
+        quantization_config=settings_of(quantisation, dtype),
         use_safetensors=True,
         trust_remote_code=False,
         ignore_mismatched_sizes=True,  # to name them

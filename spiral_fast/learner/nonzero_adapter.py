@@ -10,6 +10,7 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 
 from spiral_fast.learner import fsdp
+from spiral_fast.learner.quantise import weight_of
 
 SHARE = 0.05  # of the frozen weight's norm that the update's norm has: plain to see, and the model stays a model
 
@@ -36,10 +37,8 @@ def nonzero_adapter(model: PeftModel, seed: int) -> Iterator[None]:
 
 def _draw(layer: LoraLayer, generator: torch.Generator) -> None:
     for adapter in layer.lora_A:
-        weight, a, b = (
-            fsdp.local(part.weight.detach())
-            for part in (layer.base_layer, layer.lora_A[adapter], layer.lora_B[adapter])
-        )
+        a, b = (fsdp.local(part[adapter].weight.detach()) for part in (layer.lora_A, layer.lora_B))
+        weight = fsdp.local(weight_of(layer.base_layer).detach())
         b.copy_(torch.randn(b.shape, generator=generator))
         norm = ((b.T @ b) * (a @ a.T)).sum().sqrt() * layer.scaling[adapter]  # |B A|^2 = tr(A^T B^T B A)
         b.mul_(SHARE * torch.linalg.vector_norm(weight, dtype=torch.float32) / norm)

@@ -88,6 +88,8 @@ def make_plan(config: Config, shape: Shape, workload: Workload, machines: Machin
     gpu, settings = machines.gpu, config.rollout
     if config.model.dtype != "bfloat16":
         raise ConfigError(f"model.dtype: {config.model.dtype!r}: the GPUs' rates are of bfloat16; use it here too")
+    if config.model.quantisation != "none":
+        raise ConfigError(f"model.quantisation: {config.model.quantisation!r}: `plan` counts a base in bfloat16 alone")
     if workload.prompt_tokens > settings.max_prompt_tokens:
         raise ConfigError(
             f"--prompt-tokens: {workload.prompt_tokens} is above rollout.max_prompt_tokens "
