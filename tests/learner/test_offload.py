@@ -24,14 +24,14 @@ def one_rank():
 
 
 LONG = make_rows([(30, 1)], seed=1)[0].prompt
-SHARED = [*RAGGED, *(dataclasses.replace(row, prompt=LONG) for row in RAGGED)]
+SHARED = [*RAGGED[:4], *(dataclasses.replace(row, prompt=LONG) for row in RAGGED[:4])]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_offloaded_checkpoints_give_the_same_gradient(dtype):
     found = []
     for changes in ({}, {"checkpointing": True}, {"checkpointing": True, "offload_checkpoints": True}):
-        learner = Learner(config(micro_batch_tokens=60, **changes), loaded(dtype=dtype))
+        learner = Learner(config(micro_batch_tokens=60, self_check=False, **changes), loaded(dtype=dtype))
         found.append(gradient_of_step(learner, SHARED)[0])
     plain, checkpointed, offloaded = found
     assert largest_difference(checkpointed, offloaded) == largest_difference(plain, offloaded) == 0
@@ -68,11 +68,13 @@ def test_an_offloaded_base_makes_the_same_steps_and_traces(one_rank):
     for options in ({}, {"shard": True}, {"shard": True, "offload_base": True}):
         parts = demo_model(**options)
         changes = {"fsdp": bool(options), "offload_base": "offload_base" in options}
-        learner = Learner(config(micro_batch_tokens=60, **changes), parts)
-        rows = sample(learner, parts.model, parts.eos_token_ids, [row.prompt for row in RAGGED], 1.0)
-        norms = [learner.step(SHARED).gradient_norm for _ in range(2)]
-        again = sample(learner, parts.model, parts.eos_token_ids, [row.prompt for row in RAGGED], 1.0)
-        found.append((norms, weights(learner), [(row.tokens, row.rollout_logp.tolist()) for row in [*rows, *again]]))
+        learner = Learner(config(micro_batch_tokens=60, self_check=False, **changes), parts)
+        norms, rows = [], []
+        for _ in range(2):
+            prompts = [row.prompt for row in RAGGED[:2]]
+            rows += sample(learner, parts.model, parts.eos_token_ids, prompts, 1.0, new_tokens=8)
+            norms.append(learner.step(SHARED).gradient_norm)
+        found.append((norms, weights(learner), [(row.tokens, row.rollout_logp.tolist()) for row in rows]))
     plain, sharded, offloaded = found
     for norms, after, traces in (sharded, offloaded):
         assert norms == plain[0] and traces == plain[2]
