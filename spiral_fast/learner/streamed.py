@@ -47,11 +47,9 @@ class Streamed:
     def fits(self) -> bool:
         """Whether the checkpoint's tensors are the model's parameters, name by name and shape by shape, and nothing in
         it is to be converted. If not, from_pretrained knows better, or says what is wrong."""
-        if getattr(self.model.config, "quantization_config", None) is not None or not self._buffers_known:
-            return False
         kept = self.model._keep_in_fp32_modules or self.model._keep_in_fp32_modules_strict
         tied = self.model.all_tied_weights_keys
-        if kept or any(name in tied for name in self._files) or self._persistent_buffers():
+        if kept or not self._buffers_known or any(name in tied for name in self._files) or self._persistent_buffers():
             return False
         shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
         if any(".layers." in name and name.endswith(".weight") for name in self._files.keys() - shapes.keys()):

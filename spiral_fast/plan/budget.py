@@ -13,9 +13,9 @@ from spiral_fast.rollout.chosen import chosen_engine
 
 
 def check_budget(config: Config, device: str) -> None:
-    """Raise ConfigError for a run that a GPU cannot hold; nothing on the CPU, nor for decoder layers whose memory
-    `plan` does not know. The model's config is enough. Draws from torch's global RNG."""
-    if device != "cuda":
+    """Raise ConfigError for a run that a GPU cannot hold; nothing on the CPU, nor for a quantised base and decoder
+    layers whose memory `plan` does not know. The model's config is enough. Draws from torch's global RNG."""
+    if device != "cuda" or config.model.quantisation != "none":
         return
     try:
         shape = shape_of(empty_model(config.model))
