@@ -7,6 +7,7 @@ from rich.console import Console
 
 from spiral_fast.config import Config
 from spiral_fast.credit import credit_of
+from spiral_fast.learner.liger import liger_line
 from spiral_fast.levels import largest_set, level_name, levels_of, max_new_tokens, multipliers, populations
 from spiral_fast.problems.counts import count_lines
 from spiral_fast.rewards import make_grader
@@ -46,6 +47,7 @@ def dry_run(config: Config) -> None:
     rollout, worst = config.rollout, parts.worst
     where = f", servers {', '.join(rollout.servers)}" if rollout.servers else ""
     show(f"rollout engine {engine}{where}")
+    show(liger_line(config.model, parts.loaded.device.type))
     heading("lengths, tokens")
     show(f"longest search prompt {worst.search_prompt:,} + {rollout.search_max_new_tokens:,} new")
     if worst.aggregation_prompt:
