@@ -13,10 +13,11 @@ from spiral_fast.config import Config, ConfigError, load_config
 from spiral_fast.record.files import by_step, holds_run
 from spiral_fast.record.run_folder import read_metrics
 
-# What may change: the next steps compute the same; the last two lines up to rounding only. Whole sections end in a dot.
+# What may change: the next steps compute the same; all but the first line up to rounding. Whole sections end in a dot.
 MAY_CHANGE = (
     *("run_dir", "learner.steps", "evaluate.every", "record.", "reward.workers", "learner.max_skipped_steps"),
     *("learner.sharing", "learner.self_check", "learner.micro_batch_tokens", "learner.checkpointing"),
+    *("learner.fsdp", "learner.offload_base", "learner.offload_checkpoints"),
     *("rollout.servers", *(f"rollout.sglang.{key}" for key in ("timeout_s", "start_timeout_s", "memory_fraction"))),
 )
 

@@ -212,6 +212,7 @@ def test_with_saves_few_and_far_between_more_is_made_again(crashes, whole, tmp_p
         ("evaluate.every=3", True),
         ("learner.sharing=none", True),
         ("learner.micro_batch_tokens=99", True),
+        ("learner.fsdp=true", True),
         ("rollout.servers=[http://127.0.0.1:30000]", True),
         ("rollout.sglang.start_timeout_s=9", True),
         ("rollout.sglang.deterministic=true", False),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from spiral_fast.learner import sharing
 from spiral_fast.learner.cost import Cost
 from spiral_fast.learner.rows import Row
-from spiral_fast.learner.sharing import cut, paths_of, tree_of
+from spiral_fast.learner.sharing import cut, cut_flat, paths_of, tree_of
 
 COST = Cost(per_token=3.0, per_pair=1.0, per_row=2.0)
 
@@ -105,6 +105,42 @@ def test_no_cut_of_the_depth_first_order_is_better(mode, rows, budget):
     for tree, part in zip(trees, parts, strict=True):
         for trace, i in zip(tree.trace_rows.split(tree.trace_offsets.diff().tolist()), part, strict=True):
             assert tree.tokens[trace].tolist() == path(rows[i])
+
+
+@pytest.mark.parametrize("mode", ["tree", "none"])
+@settings(deadline=None)
+@given(ROWS, st.integers(1, 30), st.integers(1, 5))
+def test_a_cut_for_ranks_gives_each_as_many_parts_where_there_are_rows(mode, rows, budget, times):
+    """Parts of the cut for one rank are divided, nothing else changes; the FLOPs are those of the parts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharing, "MIN_SHARED_RUN", 1)
+        paths = paths_of(rows, mode)
+
+    def parts_of(times):
+        if mode == "none":
+            return cut_flat(rows, budget, COST, times=times)
+        return cut(rows, paths, budget, COST, times=times)
+
+    whole, divided = parts_of(1), parts_of(times)
+    assert [i for part in divided for i in part.rows] == [i for part in whole for i in part.rows]
+    ends = [{sum(len(part.rows) for part in parts[: n + 1]) for n in range(len(parts))} for parts in (whole, divided)]
+    assert ends[0] <= ends[1]
+    assert len(divided) == min(len(rows), -(-len(whole) // times) * times)
+    for part in divided:
+        if mode == "none":
+            flops = sum(COST.of_row(rows[i]) for i in part.rows)
+        else:
+            tree = tree_of(paths, part.rows)
+            sampled = sum(len(rows[i].tokens) for i in part.rows)
+            flops = COST.flops(tree.computed_tokens, tree.attention_area, sampled)
+            assert tree.computed_tokens <= budget or len(part.rows) == 1
+        assert part.flops == pytest.approx(flops)
+
+
+def test_the_largest_part_is_divided_first_and_evenly():
+    rows = [row([1], [2] * n) for n in (4, 4, 4, 4, 30, 31)]
+    parts = cut_flat(rows, 1000, COST, times=3)
+    assert [part.rows for part in parts] == [[0, 1, 2, 3], [4], [5]]
 
 
 def test_chance_agreements_after_a_prompt_are_not_shared():
