@@ -18,6 +18,7 @@ from spiral_fast.learner import learner as learner_module
 from spiral_fast.learner.learner import Learner, Row
 from spiral_fast.learner.lora import fuse_lora
 from spiral_fast.learner.model import LoadedModel
+from spiral_fast.learner.policy_source import PolicySource
 from spiral_fast.rollout.engine import NonFiniteLogits, Request
 from spiral_fast.trace import TraceKey
 from tests.learner.test_engine_agreement import largest_gap, sample
@@ -97,6 +98,14 @@ def others(folder: Path) -> dict[str, Any]:
     # of the root and both layers; one rank has whole weights anyway
     found["one unshard a rollout"] = len(calls) == len({id(x) for x in calls}) == (3 if ranks.size() > 1 else 0)
     found["engine agrees"] = float(largest_gap(learner, ranks.gather(mine)[0])) < 1e-4
+
+    source = PolicySource(sharded)
+    with learner.rollout_weights():  # rank 0 alone proves its servers, as often as it likes, while the others wait
+        row = ranks.from_first(lambda: source.log_probs(RAGGED[0].prompt, RAGGED[0].tokens, 1.0))
+        base = ranks.from_first(lambda: source.base_log_probs(RAGGED[0].prompt, RAGGED[0].tokens, 1.0))
+        ranks.from_first(lambda: len(source.adapter().tensors))
+    found["as rank 0 reads it"], found["its base"] = row, base
+    found["log-probs again"] = learner.log_probs(RAGGED[:1])[0]
 
     two = Learner(config(**FINITE, fsdp=True), loaded_two(FLOAT))
     two.step(TREE)

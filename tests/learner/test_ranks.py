@@ -122,6 +122,8 @@ def test_everything_else_a_learner_does(one_two_four, size):
             found[name] for name in ("one unshard a rollout", "engine agrees", "search left alone", "self-check")
         )
     same_bits(one["skipped"], one["after supervised"])
+    near(one["as rank 0 reads it"], one["log-probs again"], 1e-5)
+    assert np.abs(one["its base"] - one["log-probs again"]).max() > 1e-2
     assert found["supervised"][1] < found["supervised"][0]
 
 
