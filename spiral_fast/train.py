@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from spiral_fast.problems import Draws
 from spiral_fast.problems.counts import counts_in_a_line
 from spiral_fast.problems.digest import digest
 from spiral_fast.record.checkpoints import Checkpoints, Position
-from spiral_fast.record.of_rank import record_of_rank
+from spiral_fast.record.of_rank import recording
 from spiral_fast.record.report import write_report
 from spiral_fast.record.step_metrics import learner_metrics, memory_metrics, rollout_metrics, speed_metrics
 from spiral_fast.record.stopwatch import Stopwatch
@@ -46,7 +47,7 @@ def train(config: Config, *, resume: bool = False) -> Path:
     learner = Learner(config, parts.loaded)
     engine = make_engine(config, parts.loaded, run := Path(config.run_dir), lambda text: record.console.line(text))
     credit, order = credit_of(config), Draws(len(problems.train), config.seed, config.problems.shuffle)
-    with sigterm_raises(), make_grader(config) as grader, record_of_rank(run, config, resume=resume) as record:
+    with sigterm_raises(), make_grader(config) as grader, recording(config, resume=resume) as record, closing(engine):
         for line in (counts_in_a_line(problems.counts), *expectation(config, parts.loaded)):
             record.console.line(line)
         known = digest([*problems.train, *problems.eval])
@@ -145,6 +146,5 @@ def train(config: Config, *, resume: bool = False) -> Path:
                 stop_when_numbers_fail(at, stats, failed, config)
         finally:
             save()
-            engine.close()
     ranks.from_first(write_report, run)
     return run

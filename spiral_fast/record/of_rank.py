@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from spiral_fast import ranks
@@ -10,9 +9,9 @@ from spiral_fast.config import Config
 from spiral_fast.record.recorder import Recorder
 
 
-def record_of_rank(run_dir: Path, config: Config, *, resume: bool) -> Recorder | Silent:
+def recording(config: Config, *, resume: bool) -> Recorder | Silent:
     """A Recorder on rank 0, Silent on the others."""
-    return Silent() if ranks.rank() else Recorder(run_dir, config, resume=resume)
+    return Silent() if ranks.rank() else Recorder(config.run_dir, config, resume=resume)
 
 
 class Silent:
