@@ -17,7 +17,7 @@ class Row:
     rollout_logp: np.ndarray | None  # (len(tokens),) log-probs under the engine; None where no ratio is needed
     credit: float  # A; a row of credit exactly 0 is not computed
     weight: float  # of each of the row's tokens in the loss, computed from the whole batch
-    level: int  # 0 search, 1 aggregation
+    level: int  # 0 search, 1 aggregation, above it 2, 3, ...
 
     @property
     def computed_tokens(self) -> int:
