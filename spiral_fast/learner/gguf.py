@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from spiral_fast.config import ConfigError
 
@@ -44,6 +44,7 @@ def dequantised(file: Path) -> Path:
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=cache, ignore_cleanup_errors=True) as aside:
         written = Path(aside) / folder.name
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        _take_special_tokens(tokenizer, file)
         model = AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=torch.bfloat16, **_dequantise()
         )
@@ -55,6 +56,17 @@ def dequantised(file: Path) -> Path:
             if not folder.is_dir():
                 raise
     return folder
+
+
+def _take_special_tokens(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
+    """Those that the file names: transformers 5.17 takes a Llama file's first token for its end-of-sequence token."""
+    import gguf
+
+    fields = gguf.GGUFReader(file).fields
+    for key, name in (("bos", "bos"), ("eos", "eos"), ("unknown", "unk"), ("padding", "pad")):
+        field = fields.get(f"tokenizer.ggml.{key}_token_id")
+        if field is not None:
+            setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(int(field.contents())))
 
 
 def _dequantise() -> dict:
