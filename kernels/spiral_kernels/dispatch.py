@@ -14,6 +14,25 @@ from collections.abc import Callable
 import torch
 
 ENVIRONMENT_VARIABLE = "SPIRAL_KERNELS_BACKEND"
+# Found here, once: torch.compile traces neither find_spec nor a failing import.
+_INSTALLED = {name: importlib.util.find_spec(name) is not None for name in ("triton", "flash_attn")}
+
+
+def _load_native() -> str | None:
+    try:
+        import spiral_kernels._native  # noqa: F401
+    except ModuleNotFoundError:
+        return (
+            "spiral_kernels._native is not built (no working C++ compiler or CMake when spiral-fast was installed); "
+            "on CPU slower backends run instead; "
+            "install a C++17 compiler and CMake >= 3.20, then reinstall spiral-fast"
+        )
+    except ImportError as error:
+        return f"spiral_kernels._native does not load: {error}"
+    return None
+
+
+_NATIVE_UNAVAILABLE = _load_native()
 
 # A backend says why it cannot serve tensors of this device and dtype; None if it can.
 WhyNot = Callable[[torch.device, torch.dtype], str | None]
@@ -79,26 +98,15 @@ def choose_backend(operation: str, device: torch.device, dtype: torch.dtype) -> 
     return name
 
 
-@functools.cache
 def native_unavailable() -> str | None:
     """Why the compiled module spiral_kernels._native cannot be used; None if it can."""
-    try:
-        import spiral_kernels._native  # noqa: F401
-    except ModuleNotFoundError:
-        return (
-            "spiral_kernels._native is not built (no working C++ compiler or CMake when spiral-fast was installed); "
-            "on CPU slower backends run instead; "
-            "install a C++17 compiler and CMake >= 3.20, then reinstall spiral-fast"
-        )
-    except ImportError as error:
-        return f"spiral_kernels._native does not load: {error}"
-    return None
+    return _NATIVE_UNAVAILABLE
 
 
 @functools.cache
 def flash_attn_unusable() -> str | None:
     """Why the package flash-attn cannot serve; None if it can. Its functions are those of 2.7 and later 2.x."""
-    if importlib.util.find_spec("flash_attn") is None:
+    if not _INSTALLED["flash_attn"]:
         return "flash-attn is not installed"
     try:
         from flash_attn.flash_attn_interface import _flash_attn_varlen_backward, _flash_attn_varlen_forward  # noqa: F401
@@ -109,7 +117,7 @@ def flash_attn_unusable() -> str | None:
 
 def triton_unavailable(device: torch.device) -> str | None:
     """Why Triton kernels cannot run on this device; None if they can: on CUDA, or interpreted on a CPU."""
-    if importlib.util.find_spec("triton") is None:
+    if not _INSTALLED["triton"]:
         return "triton is not installed (it comes with CUDA builds of torch)"
     if device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
         return None

@@ -80,8 +80,12 @@ import sys
 sys.modules["spiral_kernels._native"] = None
 import torch, spiral_kernels
 print(spiral_kernels.available_backends("linear_logprob"))
-out = spiral_kernels.linear_logprob(torch.zeros(2, 3), torch.zeros(4, 3), torch.tensor([0, 1]))
-torch.testing.assert_close(out.logp, torch.full((2,), -1.3862944))
+for logprob in (
+    spiral_kernels.linear_logprob,
+    torch.compile(spiral_kernels.linear_logprob, fullgraph=True, backend="eager"),
+):
+    out = logprob(torch.zeros(2, 3), torch.zeros(4, 3), torch.tensor([0, 1]))
+    torch.testing.assert_close(out.logp, torch.full((2,), -1.3862944))
 spiral_kernels.force_backend("native", "linear_logprob")
 try:
     spiral_kernels.linear_logprob(torch.zeros(2, 3), torch.zeros(4, 3), torch.tensor([0, 1]))
@@ -91,7 +95,7 @@ except spiral_kernels.BackendError as error:
 
 
 def test_without_the_native_module():
-    """Everything works, and a forced native backend says why it cannot serve and what to do."""
+    """Everything works, compiled too, and a forced native backend says why it cannot serve and what to do."""
     run = subprocess.run([sys.executable, "-c", WITHOUT_NATIVE], capture_output=True, text=True, check=True)
     reasons, error = run.stdout.splitlines()
     assert "'torch': None" in reasons and "not built" in reasons

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -18,6 +17,7 @@ from spiral_kernels import (
     PrefixTree,
     TreePlan,
     available_backends,
+    dispatch,
     force_backend,
     tree_attention,
 )
@@ -421,9 +421,9 @@ def test_flash_attn_serves_where_it_loads(monkeypatch):
         return available_backends("tree_attention", "cuda", dtype)[name]
 
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(dispatch._INSTALLED, "flash_attn", False)
     assert on_cuda("cascade_flash_attn") == "flash-attn is not installed" and on_cuda("cascade") is None
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setitem(dispatch._INSTALLED, "flash_attn", True)
     assert "flash-attn does not load" in on_cuda("cascade_flash_attn")
     interface = ModuleType("flash_attn.flash_attn_interface")
     interface._flash_attn_varlen_forward = interface._flash_attn_varlen_backward = lambda: None
