@@ -49,8 +49,8 @@ HEAD = (OPERATORS.linear_policy_loss.default,)
 
 @contextmanager
 def cuda_taken_for_present() -> Iterator[None]:
-    """On a CPU build of torch: autograd and operators may run on fake CUDA tensors."""
-    if torch.version.cuda is not None:
+    """Without a GPU, on a CPU or CUDA build of torch: autograd and operators may run on fake CUDA tensors."""
+    if torch.cuda.is_available():
         yield
         return
     folder, kept = Path(torch.__file__).parent / "lib", []
