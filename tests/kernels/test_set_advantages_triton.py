@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -10,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
-    pytest.mark.timeout(600),
-]
+from tests.interpreter import needs_interpreter
+
+pytestmark = [needs_interpreter, pytest.mark.timeout(600)]
 
 
 def test_values_in_the_interpreter():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import torch
 
 from spiral_kernels.tree_attention import triton_tiles
 from spiral_kernels.tree_attention.triton_tiles import plan_tiles
+from tests.interpreter import needs_interpreter
 from tests.kernels.tree_nodes import nodes_of
 
 
@@ -136,7 +136,7 @@ def test_what_rounding_to_tiles_costs_in_spirals_shape():
     assert round(len(tiles.full) * q * k / listed, 2) == 0.94
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@needs_interpreter
 @pytest.mark.timeout(600)
 def test_values_in_the_interpreter():
     """Cases of their own and those of test_tree_attention.py; the interpreter is chosen when a process starts."""

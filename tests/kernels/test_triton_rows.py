@@ -6,7 +6,6 @@ is test_hopper.py's.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -14,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
-    pytest.mark.timeout(600),
-]
+from tests.interpreter import needs_interpreter
+
+pytestmark = [needs_interpreter, pytest.mark.timeout(600)]
 # Large vocabularies: the interpreter's time goes by the number of tiles; interpreted_head.py has them in large ones.
 LARGE = ("32000", "15193", "memory", "31_logits")
 OF_NO_KERNEL = ("bfloat16", "on_cuda", "any_shape", "opcheck", "compiles", "equals_linear_logprob", "bad_input")

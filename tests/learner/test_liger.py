@@ -18,6 +18,7 @@ from spiral_fast.learner.liger import liger_line, replace, use_liger, why_not
 from spiral_fast.learner.model import load_model
 from spiral_fast.learner.probe import check_packed
 from spiral_fast.supported import UnsupportedModel
+from tests.interpreter import needs_interpreter
 from tests.learner.liger_cases import random_loaded, with_and_without
 
 CUDA = torch.device("cuda")
@@ -54,6 +55,7 @@ def test_norms_mlps_and_attentions_of_this_model_alone(family):
 
 
 @needs_liger
+@needs_interpreter
 @pytest.mark.timeout(300)
 def test_values_and_gradients_in_the_interpreter():
     """The interpreter is chosen when a process starts."""
