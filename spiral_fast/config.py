@@ -558,28 +558,30 @@ def _explain(error: ValidationError) -> str:
     """The first mistake as one line: key, value, what is allowed, nearest valid key."""
     first = error.errors(include_url=False)[0]
     parts = [str(part) for part in first["loc"] if not isinstance(part, int)]
+    entry = next((f"entry {part + 1}: " for part in first["loc"] if isinstance(part, int)), "")
     keys = known_keys()
     sections = {key.rpartition(".")[0] for key in keys}
     key = ".".join(parts)
     if first["type"] == "invalid_key":
         return f"{first['input']!r}: a key must be text"
     if first["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, [*keys, *filter(None, sections)], n=1, cutoff=0.5)
+        others = [name for name in (*keys, *sections) if name and not key.startswith(f"{name}.")]  # not its own section
+        near = difflib.get_close_matches(key, others, n=1, cutoff=0.5)
         if not near:
             leaf = {k.rpartition(".")[2]: k for k in keys}
             near = [leaf[k] for k in difflib.get_close_matches(parts[-1], leaf, n=1, cutoff=0.5)]
-        return f"{key}: unknown key" + (f"; did you mean {near[0]}?" if near else "")
+        return f"{key}: {entry}unknown key" + (f"; did you mean {near[0]}?" if near else "")
     while key and key not in keys and key not in sections:  # drop the tags of unions
         key = key.rpartition(".")[0]
     if first["type"] == "missing":
-        return f"{'.'.join(parts)}: missing; {_describe('.'.join(parts))}"
+        return f"{'.'.join(parts)}: {entry}missing; {_describe('.'.join(parts))}"
     allowed = [
         e["msg"]
         for e in error.errors(include_url=False)
         if ".".join(str(part) for part in e["loc"] if not isinstance(part, int)).startswith(key)
     ]
     allowed = " or ".join(dict.fromkeys(text[0].lower() + text[1:] for text in allowed))
-    return f"{key}: {first['input']!r} is not allowed: {allowed} ({_describe(key)})"
+    return f"{key}: {entry}{first['input']!r} is not allowed: {allowed} ({_describe(key)})"
 
 
 def _describe(key: str) -> str:

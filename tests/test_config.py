@@ -49,6 +49,15 @@ def test_every_field_is_described():
         ("rollot.n_sets=3", "rollot: unknown key; did you mean rollout?"),
         ("n_search=3", "n_search: unknown key; did you mean rollout.n_search?"),
         ("learner.learning_rate=abc", "learner.learning_rate: 'abc' is not allowed: "),
+        (
+            "rollout.levels=[{n_sets: 4, set_size: 4, n_aggregations: 2, max_new_tokens: 24}, {n_sets: 4}]",
+            "rollout.levels.set_size: entry 2: missing; n: traces in a set",
+        ),
+        (
+            "rollout.levels=[{n_sets: 4, set_size: 4, n_aggregations: 2, max_new_tokens: 24, bogus: 1}]",
+            "rollout.levels.bogus: entry 1: unknown key; did you mean rollout.levels.n_sets?",
+        ),
+        ("evaluate.pass_at=[1, x]", "evaluate.pass_at: entry 2: 'x' is not allowed: "),
         ("learner.learning_rate=.nan", "learner.learning_rate: nan is not allowed: "),
         ("learner.steps=-1", "learner.steps: -1 is not allowed: input should be greater than 0"),
         ("seed=1.5", "seed: 1.5 is not allowed: input should be a valid integer"),

@@ -53,8 +53,11 @@ def levels(*shapes: tuple, **more) -> str:
         (["credit.aggregation_target_length=9"], "credit.aggregation_target_length: 9"),
         (["credit.algorithm=search_only"], "credit.algorithm: 'search_only' .*only spiral"),
         (["rollout.n_search=1"], "rollout.n_search: 1"),
-        (["rollout.levels=[{n_sets: 4, set_size: 2}]"], "rollout.levels.n_aggregations: missing; traces per set"),
-        ([levels((4, [], 2))], r"rollout.levels.set_size: \[\] is not allowed"),
+        (
+            ["rollout.levels=[{n_sets: 4, set_size: 2}]"],
+            "rollout.levels.n_aggregations: entry 1: missing; traces per set",
+        ),
+        ([levels((4, [], 2))], r"rollout.levels.set_size: entry 1: \[\] is not allowed"),
         (["rollout.n_search=200", levels((400, 100, 2), (4, 2, 2))], r"set_size: 100 .*more than 2\^63 sets"),
     ],
 )

@@ -68,8 +68,11 @@ def test_one_mapping_is_a_list_of_one_and_bad_shapes_are_named():
             "evaluate.rsa=[{steps: 1}, {steps: 2}]",
             "evaluate.rsa: .8, 4. cannot be used: .* keep the one with more steps",
         ),
-        ("evaluate.rsa=[{steps: 1}, {sets: 2}]", "evaluate.rsa.sets: unknown key; did you mean evaluate.rsa.steps"),
-        ("evaluate.rsa=[{steps: x}]", "evaluate.rsa.steps: 'x' is not allowed: .*integer"),
+        (
+            "evaluate.rsa=[{steps: 1}, {sets: 2}]",
+            "evaluate.rsa.sets: entry 2: unknown key; did you mean evaluate.rsa.steps",
+        ),
+        ("evaluate.rsa=[{steps: x}]", "evaluate.rsa.steps: entry 1: 'x' is not allowed: .*integer"),
         ("evaluate.rsa=[]", "evaluate.rsa: .. is not allowed"),
     ):
         with pytest.raises(ConfigError, match=message):
