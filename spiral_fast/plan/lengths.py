@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from spiral_fast.config import ConfigError, RolloutConfig
+from spiral_fast.levels import level_name
 from spiral_fast.trace import AGGREGATION, SEARCH
 
 FORMS = "uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA, fixed:TOKENS, a file, or a run's folder"
@@ -51,8 +52,8 @@ def parse_lengths(text: str) -> Lengths:
     else:
         raise ConfigError(f"--lengths: {text!r} cannot be used: give {FORMS}")
     laws = {level: lambda rng, n, values=values: rng.choice(values, n) for level, values in measured.items()}
-    means = " and ".join(f"{values.mean():.0f}" for values in measured.values())
-    return Lengths(laws, f"{text} (mean {means} tokens of search and aggregation traces)")
+    means = ", ".join(f"{level_name(level)} {measured[level].mean():.0f}" for level in sorted(measured))
+    return Lengths(laws, f"{text} (mean tokens of a trace: {means})")
 
 
 def _law(text: str, kind: str, numbers: list[str]) -> Law:
@@ -105,6 +106,5 @@ def _of_run(folder: Path) -> dict[int, np.ndarray]:
     levels, lengths = table["level"].to_numpy(), table["length"].to_numpy().astype(np.int64)
     if not (levels == SEARCH).any():
         raise ConfigError(f"--lengths: {str(folder)!r} is not the folder of a run that stored traces")
-    search = lengths[levels == SEARCH]
-    aggregation = lengths[levels != SEARCH]
-    return {SEARCH: search, AGGREGATION: aggregation if len(aggregation) else search}
+    measured = {level: lengths[levels == level] for level in np.unique(levels).tolist()}
+    return {AGGREGATION: measured[SEARCH]} | measured  # a run without aggregation says nothing else of it

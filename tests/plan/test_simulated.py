@@ -138,3 +138,15 @@ def test_lengths_of_a_run(tmp_path):
     assert set(law.sample(np.random.default_rng(0), 0, 2000, 100)) == search
     with pytest.raises(ConfigError, match="is not the folder of a run"):
         parse_lengths(str(tmp_path / "traces"))
+
+
+def test_lengths_of_a_run_with_three_levels(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (tmp_path / "traces").mkdir()
+    rows = {"level": pa.array([0, 1, 2], pa.int8()), "length": pa.array([3, 8, 20], pa.int32())}
+    pq.write_table(pa.table(rows), tmp_path / "traces" / "step_000001.parquet")
+    law, rng = parse_lengths(str(tmp_path)), np.random.default_rng(0)
+    assert [set(law.sample(rng, level, 50, 100)) for level in range(4)] == [{3}, {8}, {20}, {20}]
+    assert "search 3, aggregation 8, aggregation_2 20" in law.text
