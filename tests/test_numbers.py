@@ -86,8 +86,8 @@ class Fault:
     def evaluated(self) -> bool:
         return (self.run / "eval_before.json").exists()
 
-    def set_up(self, config):
-        parts = set_up(config)
+    def set_up(self, config, **options):
+        parts = set_up(config, **options)
         layer = parts.loaded.causal_lm.get_decoder().layers[1]
         if self.kind in ("loss", "logits"):  # learner: with a gradient; engine: without
 
