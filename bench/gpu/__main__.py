@@ -53,7 +53,12 @@ def versions() -> dict[str, str | None]:
         except importlib.metadata.PackageNotFoundError:
             return None
 
-    return {"python": platform.python_version()} | {package: version(package) for package in PACKAGES}
+    found = {"python": platform.python_version()} | {package: version(package) for package in PACKAGES}
+    if found["torch"]:
+        import torch
+
+        found["torch"] = str(torch.__version__)  # with the build, +cu130, which the package's own metadata may lack
+    return found
 
 
 def commit() -> str | None:
