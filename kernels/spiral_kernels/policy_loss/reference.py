@@ -81,7 +81,9 @@ def _surrogate(settings: Settings, r: Tensor, lp: Tensor, A: Tensor) -> Tensor:
         return -r * A
     if settings.loss == "reinforce":
         return -lp * A
-    clipped = r.clamp(settings.lower, settings.upper)
+    # the gradient on a bound is the ratio's own, which clamp's is not from torch 2.14 on
+    within = (r >= settings.lower) & (r <= settings.upper)
+    clipped = torch.where(within, r, r.detach().clamp(settings.lower, settings.upper))
     if settings.loss == "cispo":
         return -clipped.detach() * A * lp
     worst = torch.minimum(r * A, clipped * A)
