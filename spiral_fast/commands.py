@@ -99,7 +99,8 @@ def _fail(message: object, code: int) -> None:
 
 def _rank() -> str:
     """Whose words these are, where torchrun started several processes."""
-    return f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
+    several = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
+    return f"rank {os.environ['RANK']}: " if several else ""
 
 
 def _version(wanted: bool) -> None:
@@ -167,7 +168,8 @@ def train(
         raise ConfigError("CONFIG is missing; for example: spiral-fast train configs/demo.yaml")
     else:
         settings = load_config(config, overrides)
-    refuse_unwritable("run_dir", Path(settings.run_dir))  # before the model is loaded
+    if os.environ.get("RANK", "0") == "0":  # before the model is loaded; of several ranks the one that writes
+        refuse_unwritable("run_dir", Path(settings.run_dir))
     refuse_missing_writers(settings)
     if resume is None:
         refuse_other_run(settings.run_dir)

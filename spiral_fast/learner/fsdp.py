@@ -84,7 +84,8 @@ def unsharded(policy: Policy) -> Iterator[None]:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
     try:
-        yield
+        with _as_plain_modules(sharded):  # FSDP notes forwards to prefetch by in the next backward
+            yield
     finally:
         for module in sharded:
             module.reshard()
