@@ -106,7 +106,8 @@ def others(folder: Path) -> dict[str, Any]:
         ranks.from_first(lambda: len(source.adapter().tensors))
     found["as rank 0 reads it"], found["its base"] = row, base
     found["log-probs again"] = learner.log_probs(RAGGED[:1])[0]
-    # ranks whose forwards were not equally many while the weights were whole still gather alike in a backward
+    # a rank that sampled nothing still gathers what the others gather in the backwards that follow
+    sample(learner, sharded.model, sharded.eos_token_ids, [] if ranks.rank() else prompts[:2], 1.0)
     found["steps after it"] = [learner.step(TREE).gradient_norm for _ in range(2)]
 
     two = Learner(config(**FINITE, fsdp=True), loaded_two(FLOAT))
