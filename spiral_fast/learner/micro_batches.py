@@ -32,8 +32,9 @@ class MicroBatches:
 
     Every rank has all rows and makes the same cut and the same deal; it packs its own micro-batches alone. There is a
     multiple of as many micro-batches as ranks where there are rows enough. They are run in rounds, one a rank: all
-    ranks make equal numbers of forwards and backwards, as gathering sharded weights needs. A rank that has none in the
-    last round runs one token of weight 0.
+    ranks make equal numbers of forwards and backwards, as gathering sharded weights needs. A round is of one adapter,
+    so that an adapter with rows has a gradient on every rank; a rank that has none in its last round runs one token of
+    weight 0.
     """
 
     def __init__(
@@ -47,7 +48,8 @@ class MicroBatches:
     ):
         """load: FLOPs each rank has in this step already; those of its micro-batches are added."""
         self._device = device
-        found: list[_OfRole] = []
+        load = [0.0] * ranks.size() if load is None else load
+        self._rounds: list[list[_OfRole | None]] = []
         for role, indices in roles.split([row.level for row in rows]).items():
             of_role, paths = [rows[i] for i in indices], None
             if config.sharing == "none":
@@ -55,10 +57,9 @@ class MicroBatches:
             else:
                 paths = paths_of(of_role, config.sharing)
                 parts = cut(of_role, paths, config.micro_batch_tokens, cost, times=ranks.size())
-            found += [_OfRole(role, of_role, indices, paths, part) for part in parts]
-        load = [0.0] * ranks.size() if load is None else load
-        dealt = deal([one.part.flops for one in found], load)
-        self._rounds = [[None if i is None else found[i] for i in turn] for turn in dealt]
+            found = [_OfRole(role, of_role, indices, paths, part) for part in parts]
+            dealt = deal([part.flops for part in parts], load)
+            self._rounds += [[None if i is None else found[i] for i in turn] for turn in dealt]
 
     def __iter__(self) -> Iterator[tuple[list[int], Packed]]:
         """This rank's: indices of the rows of each micro-batch, and these rows packed in that order; no index for the

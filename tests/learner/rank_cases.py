@@ -116,6 +116,8 @@ def others(folder: Path) -> dict[str, Any]:
     two.step([row for row in TREE if row.level > 0])
     found["two adapters"] = arrays(two)
     found["search left alone"] = all(np.array_equal(found["two adapters"][name], before[name]) for name in before)
+    few = [row for row in TREE if row.level == 0] + [row for row in TREE if row.level > 0][:1]  # one row for phi
+    found["two adapters, supervised"] = [two.supervised_step(few, 1e-5) for _ in range(2)], arrays(two)
 
     pack_tree, wrong = learner_module.MicroBatches.__iter__, ranks.size() - 1
 
