@@ -49,6 +49,8 @@ class Streamed:
         it is to be converted. If not, from_pretrained knows better, or says what is wrong."""
         kept = self.model._keep_in_fp32_modules or self.model._keep_in_fp32_modules_strict
         tied = self.model.all_tied_weights_keys
+        if getattr(self.model.config, "transformers_weights", None):  # another file's name
+            return False
         if kept or not self._buffers_known or any(name in tied for name in self._files) or self._persistent_buffers():
             return False
         shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
@@ -95,13 +97,13 @@ class Streamed:
 def files_of(source: str) -> dict[str, Path]:
     """Tensor -> the safetensors file that holds it, of a folder or a hub id (then fetched); {} where there is none."""
     optional = dict(_raise_exceptions_for_missing_entries=False)
+    if file := cached_file(source, SAFE_WEIGHTS_NAME, **optional):  # before an index, as from_pretrained
+        with safe_open(file, "pt") as tensors:
+            return dict.fromkeys(tensors.keys(), Path(file))
     if index := cached_file(source, SAFE_WEIGHTS_INDEX_NAME, **optional):
         files, metadata = get_checkpoint_shard_files(source, index)
         paths = {Path(file).name: Path(file) for file in files}
         return {name: paths[file] for name, file in metadata["weight_map"].items()}
-    if file := cached_file(source, SAFE_WEIGHTS_NAME, **optional):
-        with safe_open(file, "pt") as tensors:
-            return dict.fromkeys(tensors.keys(), Path(file))
     return {}
 
 

@@ -134,6 +134,24 @@ def test_what_needs_transformers_is_left_to_it(tmp_path, only_decoder):
         assert_equal(*both(folder))
 
 
+def test_one_file_comes_before_an_index(tmp_path):
+    """A folder with both, as transformers reads it."""
+    folder = save(tmp_path)
+    weights = {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+    save_file({name: 2 * t for name, t in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    assert_equal(*both(folder))
+
+
+@pytest.mark.filterwarnings("ignore:.*every rank reads")
+def test_a_file_that_the_config_names(tmp_path):
+    folder = save(tmp_path)
+    weights = {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+    save_file({name: 2 * t for name, t in weights.items()}, folder / "mine.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": "mine.safetensors"}))
+    assert_equal(*both(folder))
+
+
 def without(name):
     return lambda weights: weights.pop(name)
 
