@@ -185,9 +185,11 @@ def train(
 
                 folder = run(settings, replay)
             else:
+                from spiral_fast import ranks
                 from spiral_fast.train import train as run
 
-                folder = run(settings, resume=resume is not None)
+                with ranks.others_alive():
+                    folder = run(settings, resume=resume is not None)
     except KeyboardInterrupt as interrupt:
         _stopped(settings, dry_run, interrupt)
     except EngineFailed as error:

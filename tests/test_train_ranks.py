@@ -126,3 +126,18 @@ def test_others_than_train_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="only `train`"):
         set_up(small(tmp_path / "run"))
+
+
+def test_the_end_of_a_connection_is_told_from_other_errors():
+    from torch.distributed import DistBackendError
+
+    from spiral_fast.ranks import RankLost, others_alive
+
+    gloo = (
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer"
+    )
+    for lost in (RuntimeError(f"{gloo}. Check the logs"), DistBackendError("NCCL error: remote process exited")):
+        with pytest.raises(RankLost, match="another rank ended .*(peer|exited)"), others_alive():
+            raise lost
+    with pytest.raises(RuntimeError, match="^out of memory$"), others_alive():
+        raise RuntimeError("out of memory")
