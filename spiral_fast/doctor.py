@@ -125,17 +125,19 @@ def run_here(config: Config) -> list[str]:
     from spiral_fast.config import ConfigError
     from spiral_fast.learner.liger import liger_line
     from spiral_fast.learner.quantise import refuse_quantisation
-    from spiral_fast.rollout.chosen import chosen_engine
+    from spiral_fast.rollout.chosen import chosen_engine, refuse_absent_sglang
     from spiral_fast.set_up import backends, device_of
 
     try:
         device = device_of(config)
         refuse_quantisation(config.model, device)
         served = ", ".join(f"{name} by {backend}" for name, backend in backends(config, device).items())
-        cuda = device == "cuda"
+        engine = chosen_engine(config.rollout, cuda=device == "cuda")
+        if engine == "sglang" and not config.rollout.servers:
+            refuse_absent_sglang()
         return [
             f"device: {device}",
-            f"rollout engine: {chosen_engine(config.rollout, cuda=cuda)}",
+            f"rollout engine: {engine}",
             f"operations: {served}",
             liger_line(config.model, device),
             f"frozen base: {config.model.dtype}, quantisation {config.model.quantisation}",

@@ -314,6 +314,9 @@ def test_doctor_says_what_a_run_would_take(monkeypatch):
     ):
         assert line in output
     assert "Liger: not used (model.liger is false)" in run("doctor", "configs/demo.yaml", "model.liger=false").output
+    monkeypatch.setattr("spiral_fast.rollout.chosen.sglang_installed", lambda: False)
+    for refused in ("rollout.engine=sglang", "model.liger=true"):  # in the words of train
+        assert "cannot be used: " in run("doctor", "configs/demo.yaml", "device=cpu", refused).output
     monkeypatch.setenv("SPIRAL_KERNELS_BACKEND", "tree_attention=cascade_flash_attn")
     cannot = run("doctor", "configs/demo.yaml", "device=cpu")
     assert (

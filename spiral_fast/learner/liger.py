@@ -31,7 +31,7 @@ def use_liger(model: PreTrainedModel, wanted: bool | Literal["auto"], device: to
     if reason is None:
         replace(model)
     elif wanted is True:
-        raise ConfigError(f"model.liger: true cannot be used: {reason}; set it to auto")
+        raise _refusal(reason)
     return reason is None
 
 
@@ -47,8 +47,15 @@ def liger_line(config: ModelConfig, device: str) -> str:
             found = AutoConfig.from_pretrained(source_of(config.path), trust_remote_code=False, local_files_only=True)
         except OSError:  # not on this machine yet
             return f"Liger: used if the model is one of {', '.join(ARCHITECTURES)}"
-        reason = why_not((found.architectures or ["model"])[0], found.hidden_act, torch.device(device))
+        activation = getattr(found, "hidden_act", "")
+        reason = why_not((found.architectures or ["model"])[0], activation, torch.device(device))
+    if reason is not None and config.liger is True:
+        raise _refusal(reason)
     return "Liger: used" if reason is None else f"Liger: not used ({reason})"
+
+
+def _refusal(reason: str) -> ConfigError:
+    return ConfigError(f"model.liger: true cannot be used: {reason}; set it to auto")
 
 
 def why_not(class_name: str, activation: str, device: torch.device) -> str | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 from typing import Literal
 
-from spiral_fast.config import RolloutConfig
+from spiral_fast.config import ConfigError, RolloutConfig
+from spiral_fast.install import install_command
 
 
 def chosen_engine(rollout: RolloutConfig, *, cuda: bool) -> Literal["radix", "sglang"]:
@@ -23,3 +24,12 @@ def cache_tokens(rollout: RolloutConfig, *, cuda: bool) -> int | None:
 
 def sglang_installed() -> bool:
     return importlib.util.find_spec("sglang") is not None
+
+
+def refuse_absent_sglang() -> None:
+    """Raise ConfigError where a run that starts its own server could not."""
+    if not sglang_installed():
+        raise ConfigError(
+            "rollout.engine: 'sglang' cannot be used: SGLang is not installed; run: "
+            f"{install_command('sglang')}, or name rollout.servers, or set rollout.engine: radix"
+        )

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from spiral_fast.batch_invariant import check_possible
 from spiral_fast.config import Config, ConfigError
-from spiral_fast.install import install_command
-from spiral_fast.rollout.chosen import chosen_engine, sglang_installed
+from spiral_fast.rollout.chosen import chosen_engine, refuse_absent_sglang
 from spiral_fast.rollout.engine import Engine
 from spiral_fast.rollout.radix.engine import RadixEngine
 from spiral_fast.supported import windowed_layer
@@ -65,11 +64,7 @@ def _sglang(config: Config, loaded, folder: Path | None, say: Callable[[str], No
         def connect(folder: Path):
             return [ByUrl(url, key, rollout.sglang.timeout_s, folder / "adapters") for url in rollout.servers]
     else:
-        if not sglang_installed():
-            raise ConfigError(
-                "rollout.engine: 'sglang' cannot be used: SGLang is not installed; run: "
-                f"{install_command('sglang')}, or name rollout.servers, or set rollout.engine: radix"
-            )
+        refuse_absent_sglang()
         from spiral_fast.rollout.sglang.base_model import base_model
 
         base = base_model(config.model)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft.tuners.lora import LoraLayer
+from transformers import Gemma2Config
 from transformers.models.qwen3 import modeling_qwen3
 
 from spiral_fast.config import ConfigError, ModelConfig
@@ -94,6 +95,14 @@ def test_the_switch_on_a_cpu():
     assert not use_liger(model, "auto", "cpu") and not use_liger(model, False, "cpu") and own_forwards(model) == {}
     with pytest.raises(ConfigError, match="^model.liger: true cannot be used: .*CUDA only.*; set it to auto$"):
         load_model(ModelConfig(path="builtin:parts", liger=True), "cpu")
+    with pytest.raises(ConfigError, match="^model.liger: true cannot be used: .*CUDA only"):  # as doctor says it
+        liger_line(ModelConfig(path="builtin:parts", liger=True), "cpu")
+
+
+def test_a_config_without_an_activation_of_llamas_name(tmp_path, monkeypatch):
+    Gemma2Config(architectures=["Gemma2ForCausalLM"]).save_pretrained(tmp_path)  # its name: hidden_activation
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    assert "is a Gemma2ForCausalLM" in liger_line(ModelConfig(path=str(tmp_path)), "cuda")
 
 
 @needs_liger
