@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +10,7 @@ from typing import Annotated
 import typer
 
 from spiral_fast.config import Config, ConfigError, load_config
+from spiral_fast.launched import launched, launched_rank
 
 EXAMPLES = """
 Train SPIRAL (arXiv 2606.23595): reinforcement learning of search and aggregation in one adapter.
@@ -99,8 +99,7 @@ def _fail(message: object, code: int) -> None:
 
 def _rank() -> str:
     """Whose words these are, where torchrun started several processes."""
-    several = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1
-    return f"rank {os.environ['RANK']}: " if several else ""
+    return f"rank {launched_rank()}: " if launched() > 1 else ""
 
 
 def _version(wanted: bool) -> None:
@@ -168,7 +167,7 @@ def train(
         raise ConfigError("CONFIG is missing; for example: spiral-fast train configs/demo.yaml")
     else:
         settings = load_config(config, overrides)
-    if os.environ.get("RANK", "0") == "0":  # before the model is loaded; of several ranks the one that writes
+    if not launched_rank():  # before the model is loaded; of several ranks the one that writes
         refuse_unwritable("run_dir", Path(settings.run_dir))
     refuse_missing_writers(settings)
     if resume is None:
@@ -204,16 +203,22 @@ def train(
 
 
 def _stopped(settings: Config, dry_run: bool, interrupt: KeyboardInterrupt) -> None:
-    from spiral_fast.interrupts import Terminated
     from spiral_fast.record.files import holds_run
 
     folder = Path(settings.run_dir)
-    word, code = ("terminated", 143) if isinstance(interrupt, Terminated) else ("interrupted", 130)
-    if _rank() not in ("", "rank 0: "):  # rank 0 says it, once
+    word, code = _how_stopped(interrupt)
+    if launched_rank():  # rank 0 says it, once
         raise typer.Exit(code)
     if dry_run or not holds_run(folder):
         _fail(f"{word} before the run began; nothing was written", code)
     _fail(f"{word}; {_how_to_go_on(folder)}", code)
+
+
+def _how_stopped(interrupt: KeyboardInterrupt) -> tuple[str, int]:
+    """In a word, and the exit code."""
+    from spiral_fast.interrupts import Terminated
+
+    return ("terminated", 143) if isinstance(interrupt, Terminated) else ("interrupted", 130)
 
 
 def _how_to_go_on(folder: Path) -> str:
@@ -468,11 +473,7 @@ def serve(
         with sigterm_raises():
             run(settings, host, port, log, typer.echo)
     except KeyboardInterrupt as interrupt:
-        from spiral_fast.interrupts import Terminated
-
-        word, code = ("terminated", 143) if isinstance(interrupt, Terminated) else ("interrupted", 130)
-    if _rank() not in ("", "rank 0: "):  # rank 0 says it, once
-        raise typer.Exit(code)
+        word, code = _how_stopped(interrupt)
         _fail(f"{word}; the server is stopped", code)
 
 

@@ -30,11 +30,6 @@ Item, Made = TypeVar("Item"), TypeVar("Made")
 TIMEOUT = timedelta(hours=12)
 
 
-def launched() -> int:
-    """How many ranks torchrun started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
-
-
 def join(device_type: str) -> None:
     """Meet the other ranks. Objects and CPU tensors go over gloo, CUDA tensors over NCCL, each rank on the GPU of its
     LOCAL_RANK. Without torchrun there is nobody to meet."""

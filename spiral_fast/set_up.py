@@ -9,6 +9,7 @@ import torch
 from spiral_fast import ranks
 from spiral_fast.algorithms import ALGORITHMS
 from spiral_fast.config import Config, ConfigError
+from spiral_fast.launched import launched
 from spiral_fast.learner.model import LoadedModel, load_model, load_tokenizer
 from spiral_fast.plan.budget import check_budget
 from spiral_fast.problems import ProblemSets, load_problems
@@ -34,8 +35,8 @@ def set_up(config: Config, *, trains: bool = False) -> SetUp:
     device = device_of(config)
     if trains:
         ranks.join(device)
-    elif ranks.launched() > 1:
-        raise ConfigError(f"torchrun: {ranks.launched()} ranks: only `train` shares its work among them")
+    elif launched() > 1:
+        raise ConfigError(f"torchrun: {launched()} ranks: only `train` shares its work among them")
     backends(config, device)
     if config.threads:
         torch.set_num_threads(config.threads)

@@ -5,6 +5,7 @@ from typer.testing import CliRunner
 
 from spiral_fast import serve_command
 from spiral_fast.commands import app
+from spiral_fast.interrupts import Terminated
 
 DEMO = "configs/demo.yaml"
 
@@ -36,3 +37,15 @@ def test_this_machine_needs_none(host, monkeypatch):
 def test_help_shows_the_whole_list_of_servers():
     result = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "120"})
     assert """'rollout.servers=["http://127.0.0.1:30000"]'""" in result.output
+
+
+@pytest.mark.parametrize(
+    ("stop", "word", "code"), [(KeyboardInterrupt, "interrupted", 130), (Terminated, "terminated", 143)]
+)
+def test_a_stop_is_one_line_and_an_exit_code(stop, word, code, monkeypatch):
+    def stopped(*_):
+        raise stop
+
+    monkeypatch.setattr(serve_command, "serve", stopped)
+    result = CliRunner().invoke(app, ["serve", DEMO])
+    assert (result.exit_code, result.stderr) == (code, f"error: {word}; the server is stopped\n")
